@@ -1,0 +1,151 @@
+"""A container of the embedded node, with Proxmox's cgroup layout, and a docker-like one inside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from .process import Holder, HolderHandle, Process, describe
+from .scope import MS_BIND, MS_MOVE, MS_NOSUID, MS_REC, STANDIN, Running, Scope
+from .wire import Init, NodeError, report_socket
+
+DEV_STAGING = "/run/.standin-dev"
+RUN_STAGING = "/run/.standin-run"
+
+
+class Container(Scope):
+    """Container `vmid`: monitor in /lxc.monitor/VMID, init (pid 1 inside) and payload in /lxc/VMID/ns.
+
+    Commands and holders go to `cgroup=` below /lxc/VMID/ns (default: "init.scope"); `attach=True` puts them where
+    `pct exec` does (/lxc/VMID/ns/.lxc). Use `node.container(...)` to make one.
+    """
+
+    vmid: int | None
+    monitor: Running
+
+    @property
+    def init_pid(self) -> int:
+        """Its init's pid in the node's PID namespace."""
+        return self.init_process.pid
+
+    @property
+    def payload(self) -> Path:
+        """Cgroup /lxc/VMID on this machine (a nested container: its own cgroup)."""
+        directory = self._cgroup_root / self._base
+        return directory.parent if directory.name == "ns" else directory
+
+    def attach(self, argv: Sequence[str | Path], **options: Any) -> Running:
+        """`pct exec`: a process that is no child of the container's init, in /lxc/VMID/ns/.lxc."""
+        return self.popen(argv, cgroup=".lxc", **options)
+
+    def nested(self, name: str, devices: Sequence[str] = (), nodes: str = "bind") -> Container:
+        """A docker-like container inside: own PID namespace one level deeper, cgroup ns/NAME ("docker/<64 hex>")."""
+        monitor = f"{self._base}/system.slice/containerd.service"
+        return build(self, None, f"{self._base}/{name}", monitor, devices, nodes, f"containerd-shim {name}")
+
+    def become_holder(self, holder: Holder | None = None, **options: Any) -> HolderHandle:
+        """Turn the init itself into a holder (an OCI-image container whose application is pid 1).
+
+        It stops being a server: no more mounts; commands and holders can still be started.
+        """
+        spec = holder or Holder(**options)
+        ours, theirs = report_socket()
+        with closing(theirs):
+            environment = [f"HOLDER_SPEC={spec.spec()}", "HOLDER_READY_FD=3"]
+            words = ["exec", str(self._built.holder), str(len(environment)), *environment, *spec.argv]
+            self.init.ask(*words, fd=theirs.fileno())
+        handle = HolderHandle(self.monitor.popen, ours, os.memfd_create("log"), self.path(STANDIN) / "alloc")
+        self._family.holders.append(handle)
+        for _ in range(spec.expected_reports()):
+            handle.next_report()
+        return handle
+
+    def members(self) -> list[Process]:
+        """The live processes in its payload cgroup and below (handles; the caller need not close them)."""
+        found = []
+        for procs in sorted(self.payload.rglob("cgroup.procs")):
+            for line in procs.read_text().split():
+                try:
+                    found.append(describe(int(line)))
+                except (NodeError, OSError):
+                    continue
+        self._family.processes += found
+        return found
+
+    def kill_monitor(self) -> None:
+        """`kill -9` of the monitor: the payload lives on, nobody tells Proxmox."""
+        self.monitor.process.kill(signal.SIGKILL)
+        self.monitor.process.wait_gone()
+
+    def stop(self) -> None:
+        """Like `lxc-stop --kill`: SIGKILL to the init; the kernel ends its PID namespace, then the monitor goes."""
+        self.init_process.kill(signal.SIGKILL)
+        self.init_process.wait_gone()
+        self.monitor.popen.wait(timeout=20)
+
+
+def build(
+    parent: Scope, vmid: int | None, payload: str, monitor: str, devices: Sequence[str], nodes: str, title: str
+) -> Container:
+    """Make the namespaces and their init below `parent`; `payload` and `monitor` are cgroups of the node."""
+    root = parent._cgroup_root
+    for path in (payload, monitor):
+        (root / path).mkdir(parents=True, exist_ok=True)
+    procs = os.open(root / payload / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+    log = os.memfd_create("log")
+    ours, theirs = report_socket()
+    with closing(theirs):
+        try:
+            running = parent.popen(
+                [title],
+                exe=parent._built.nodetool,
+                cgroup=os.path.relpath(monitor, parent._base) if parent._base else monitor,
+                env={"NODETOOL": f"monitor:{theirs.fileno()}:{procs}"},
+                pass_fds=(theirs.fileno(), procs),
+                stdout=log,
+                stderr=log,
+            )
+        finally:
+            os.close(procs)
+            os.close(log)
+    init = Init.greet(ours)
+    container = Container(init, parent._built, parent._family, root, payload, "init.scope")
+    container.vmid = vmid
+    container.monitor = running
+    _furnish(container, devices, nodes)
+    return container
+
+
+def _furnish(container: Container, devices: Sequence[str], nodes: str) -> None:
+    """Own /proc, /dev with the GPUs, and /run; the stand-in driver's state is shared with the node."""
+    init = container.init
+    container.path(RUN_STAGING).mkdir(exist_ok=True)
+    init.mount("run", RUN_STAGING, "tmpfs", MS_NOSUID, "mode=755")
+    container.path(f"{RUN_STAGING}/nvidia-standin").mkdir()
+    init.mount(STANDIN, f"{RUN_STAGING}/nvidia-standin", "", MS_BIND | MS_REC)
+    container._make_dev(DEV_STAGING)
+    for device in devices:
+        _make_device(container, device, nodes)
+    init.mount(DEV_STAGING, "/dev", "", MS_MOVE)
+    init.mount(RUN_STAGING, "/run", "", MS_MOVE)
+    init.mount("proc", "/proc", "proc")
+    if container.path(f"{STANDIN}/devices").exists():
+        init.mount(f"{STANDIN}/devices", "/proc/devices", "", MS_BIND)
+    init.ask("hostname", f"ct{container.vmid}" if container.vmid else "nested")
+
+
+def _make_device(container: Container, name: str, nodes: str) -> None:
+    target, source = f"{DEV_STAGING}/{name}", container.path(f"/dev/{name}")
+    container.path(target).parent.mkdir(parents=True, exist_ok=True)
+    if nodes == "mknod":
+        number = source.stat().st_rdev
+        container.mknod(target, os.major(number), os.minor(number))
+    elif nodes == "bind":
+        container.path(target).touch()
+        container.init.mount(f"/dev/{name}", target, "", MS_BIND)
+    else:
+        raise NodeError(f"nodes={nodes!r}: expected 'mknod' or 'bind'")
