@@ -32,6 +32,8 @@ class Limits:
     """On one call of the driver's library; without persistence mode opening a GPU takes seconds (FACTS)."""
     read_deadline_s: float = 1.0
     """On reading one process's mappings or command line in a helper."""
+    settle_s: float = 1.0
+    """How long to look again for a job that something alive would start again."""
     respawn_rounds: int = 3
     """How often holders that came back are killed again before we say `respawned`."""
 

@@ -6,6 +6,7 @@ Units are in the names (`_mib`, `_s`, `_ms`); `start_time` is the kernel's, in c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -250,6 +251,25 @@ class Holder:
         return bool(self.evidence & {Evidence.FD, Evidence.MAP})
 
 
+class Heir(StrEnum):
+    """Who keeps the memory that the driver charges to a dead pid."""
+
+    OWN = "own"
+    """A live holder of the container observed inherited the opener's descriptors."""
+    FOREIGN = "foreign"
+    """Only somebody else's process can have inherited them."""
+    NOBODY = "nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadClient:
+    """A pid in the driver's list that no live holder has: a dead opener, or a recycled number."""
+
+    pid: int
+    used_mib: int | None
+    heir: Heir
+
+
 @dataclass(frozen=True, slots=True)
 class GpuState:
     """One GPU in one observation: figures, clients joined to live processes, ghost memory."""
@@ -258,40 +278,57 @@ class GpuState:
     used_mib: int | None
     reserved_mib: int | None
     bar1_used_mib: int | None
-    listed_mib: int | None
-    """Sum over all listed clients, dead openers included; each pid once. None when a figure is missing."""
-    live_mib: int | None
-    """Sum over listed clients that live."""
-    live_clients: int
+    client_mib: dict[int, int | None] = field(default_factory=dict)
+    """Listed pid -> MiB, for every listed client, each pid once."""
     own_clients: tuple[int, ...] = ()
     """Listed pids that live and belong to the container observed."""
     foreign_clients: tuple[int, ...] = ()
-    dead_clients: tuple[int, ...] = ()
-    """Listed pids with no live holder of that pid."""
+    dead_clients: tuple[DeadClient, ...] = ()
     error: str = ""
     error_code: str = ""
     recovery_action: int | None = None
-    client_mib: dict[int, int | None] = field(default_factory=dict)
-    """Listed pid -> MiB, for every listed client."""
+
+    @property
+    def live_mib(self) -> int | None:
+        """Sum over listed clients that live; None when one of the figures is missing."""
+        return _sum_mib(self.client_mib.get(pid) for pid in self.own_clients + self.foreign_clients)
+
+    def dead_mib(self, *heirs: Heir) -> int | None:
+        return _sum_mib(c.used_mib for c in self.dead_clients if c.heir in heirs)
 
     @property
     def ghost_mib(self) -> int | None:
-        """Memory in use that no live client accounts for: `used - live`. None when a figure is missing."""
-        if self.used_mib is None or self.live_mib is None:
-            return None
-        return max(0, self.used_mib - self.live_mib)
+        """Memory in use that nobody alive accounts for. None when a figure is missing (never 0 then)."""
+        return _minus(self.used_mib, self.live_mib, self.dead_mib(Heir.FOREIGN))
 
     @property
     def baseline_mib(self) -> int | None:
-        """`used - listed`: what nobody listed, dead or alive, accounts for (DESIGN 3, ghost memory)."""
-        if self.used_mib is None or self.listed_mib is None:
-            return None
-        return max(0, self.used_mib - self.listed_mib)
+        """Ghost memory without what the container's own inheritors keep (DESIGN 3, ghost memory)."""
+        return _minus(self.used_mib, self.live_mib, self.dead_mib(Heir.FOREIGN, Heir.OWN))
+
+    @property
+    def live_clients(self) -> int:
+        return len(self.own_clients) + len(self.foreign_clients)
 
     @property
     def tolerance_mib(self) -> int:
         """16 MiB plus 16 MiB per live client: a context costs about 8 MiB that no list shows."""
         return 16 + 16 * self.live_clients
+
+
+def _sum_mib(values: Iterable[int | None]) -> int | None:
+    total = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
+
+
+def _minus(used: int | None, *parts: int | None) -> int | None:
+    if used is None or None in parts:
+        return None
+    return max(0, used - sum(part for part in parts if part is not None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,42 @@
+"""Cancelling a release: a flag and a descriptor that becomes readable, so that every wait ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from hostd.errors import InterruptedRelease
+
+
+class Cancel:
+    """`request()` from a signal handler or a test; `check()` raises InterruptedRelease at a safe point.
+
+    A second request raises KeyboardInterrupt where it lands: an impatient second Ctrl-C ends a blocking read too.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def request(self, signum: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        os.write(self._write, b"\0")
+
+    def install(self, *signals: int) -> None:
+        """Makes these signals request the cancellation (main thread only)."""
+        for number in signals:
+            signal.signal(number, self.request)
+
+    def check(self) -> None:
+        if self.requested:
+            raise InterruptedRelease("interrupted")
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)

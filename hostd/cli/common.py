@@ -1,0 +1,77 @@
+"""What every verb shares: options, output, the root check. Cheap to import: it is on the path of every run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from hostd.errors import PgrError, UsageError
+from hostd.verdicts import exit_status
+from hostd.wire import error_dict
+
+DEFAULT_CONFIG = "/etc/pve-gpu-release/config.yaml"
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one clear line and exit status 2; no abbreviations, so that a typo never becomes another option."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> Any:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object for programs (schema 1)")
+    group.add_argument(
+        "-q", "--quiet", action="store_true", help="only say what is wrong; the exit status says the rest"
+    )
+    group.add_argument("-v", "--verbose", action="store_true", help="more detail: cgroups, kernel stacks, blind spots")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    add_output_options(parser)
+    group = parser.add_argument_group("where it runs")
+    group.add_argument("--config", metavar="FILE", help=f"instead of {DEFAULT_CONFIG}")
+    group.add_argument("--no-daemon", action="store_true", help="do the work in this process, not in pve-gpu-hostd")
+
+
+def vmid(text: str) -> int:
+    """A container id as argparse type."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 999_999_999:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a container id (a number such as 129)")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A duration in seconds as argparse type: 0 or more, finite."""
+    try:
+        value = float(text.removesuffix("s"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
+    return value
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=True), flush=True)
+
+
+def fail(error: PgrError, *, as_json: bool, vmid: int | None = None) -> int:
+    """Says what went wrong, where the caller looks for it, and returns the exit status."""
+    from hostd import terminal
+
+    if as_json and not isinstance(error, UsageError):
+        print_json(error_dict(error, vmid))
+    else:
+        text = terminal.escape(error.message)
+        print(f"pve-gpu-release: {text}", file=sys.stderr)
+        if error.next_step:
+            print(f"  next: {terminal.escape(error.next_step)}", file=sys.stderr)
+    return exit_status(error.reason)

@@ -1,0 +1,94 @@
+"""`pve-gpu-release ps [VMID...]`: who holds what, by container and GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from hostd import terminal
+from hostd.cli.common import add_common_options, print_json, vmid
+from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, where_text
+from hostd.errors import NoSuchContainerError
+
+NAME = "ps"
+HELP = "Show who holds which GPU on this node: containers and the host. Nothing is signalled."
+Json = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="only these containers")
+    add_common_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when everything could be looked at, 4 when not, 8 for a container that does not exist."""
+    from hostd.engine import require_root
+
+    require_root()
+    result = observe(args)
+    if args.json:
+        print_json(result)
+    elif not args.quiet:
+        _print(result, args.vmids, verbose=args.verbose)
+    return 4 if any(not s["error"].startswith("detail:") for s in result["blind_spots"]) else 0
+
+
+def observe(args: argparse.Namespace) -> Json:
+    """The node's holders as `ps --json` gives them."""
+    from hostd.engine import find_subject
+    from hostd.judge import DETAIL_ONLY
+    from hostd.nodeview import look_at_node
+    from hostd.observe import open_sources
+    from hostd.system.pve import Pve
+    from hostd.wire import ps_dict
+
+    sources = open_sources(nvml_deadline_s=10.0, read_deadline_s=1.0)
+    try:
+        sources.nvml.start()
+        for number in args.vmids:
+            find_subject(sources, number, Pve())
+        view = look_at_node(sources, args.vmids)
+    finally:
+        sources.close()
+    return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])
+
+
+def _print(result: Json, vmids: list[int], *, verbose: bool) -> None:
+    colour = terminal.wants_colour(sys.stdout)
+    names = gpu_names(result["gpus"])
+    owners = sorted({h["vmid"] for h in result["holders"]}, key=lambda v: (v is None, v or 0))
+    for owner in owners:
+        holders = [h for h in result["holders"] if h["vmid"] == owner]
+        title = f"container {owner}" if owner is not None else "host"
+        print(paint_bold(f"{title}: {count(len(holders), 'holder')}", colour))
+        print("\n".join(table([_row(h, names, verbose) for h in holders], indent="  ")))
+    if not owners:
+        print(f"no holder {'of ' + ', '.join(map(str, vmids)) if vmids else 'on this node'}")
+    for gpu in result["gpus"]:
+        extra = f", {mib(gpu['ghost_mib'])} by nobody alive" if gpu["ghost_mib"] else ""
+        problem = f", {terminal.escape(gpu['error'])}" if gpu["error"] else ""
+        print(
+            f"{gpu_name(gpu)}  {gpu['name']}  {gpu['pci_bus_id']}  {mib(gpu['used_mib'])} in use"
+            f" + {mib(gpu['reserved_mib'])} reserved{extra}{problem}"
+        )
+    for spot in result["blind_spots"]:
+        print(f"could not read {terminal.escape(spot['what'])}: {terminal.escape(spot['error'])}", file=sys.stderr)
+
+
+def _row(holder: Json, names: dict[int, str], verbose: bool) -> list[str]:
+    inside = "/".join(map(str, holder["ns_pids"]))
+    command = terminal.escape(holder["cmdline"] or holder["comm"])
+    row = [
+        f"pid {holder['pid']}" + (f" [{inside}]" if inside else ""),
+        terminal.escape(holder["comm"]),
+        where_text(holder, names),
+        memory_text(holder),
+        "+".join(holder["evidence"]),
+        terminal.escape(holder["unit"] or "-"),
+        terminal.shorten(command, 200 if verbose else 48),
+    ]
+    return [*row, terminal.escape(holder["cgroup"])] if verbose else row
+
+
+__all__ = ["HELP", "NAME", "NoSuchContainerError", "add_arguments", "run"]

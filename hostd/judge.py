@@ -1,0 +1,321 @@
+"""From observations to a verdict: pure, one small function per way of not being released, the worst one wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hostd.model import (
+    BlindSpot,
+    Evidence,
+    GpuState,
+    Heir,
+    Holder,
+    Observation,
+    ProcessRef,
+    Stuck,
+    Verdict,
+)
+from hostd.verdicts import EXIT_PRECEDENCE, REASONS, say
+
+DETAIL_ONLY = "detail-unreadable"
+"""Code of a blind spot that takes nothing away from the look (a command line, the mappings of a known holder)."""
+
+_DRIVER_CODES = ("nvml-missing", "driver-mismatch", "driver-not-loaded", "driver-silent")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What `--gpu` and `--pid` leave of a container. None = everything."""
+
+    minors: frozenset[int] | None = None
+    pids: frozenset[int] | None = None
+
+    def takes(self, holder: Holder) -> bool:
+        if self.pids is not None and holder.process.pid not in self.pids:
+            return False
+        return self.minors is None or bool(self.minors & set(holder.gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Everything a verdict may depend on."""
+
+    before: Observation
+    """The look before the first rung."""
+    after: Observation
+    """The last look."""
+    minors: frozenset[int]
+    """The GPUs that are verified: every one that a selected holder had."""
+    own_minors: frozenset[int] = frozenset()
+    """GPUs of the container's configuration: looked at for ghost memory even when it holds nothing."""
+    selection: Selection = Selection()
+    acted: bool = False
+    dry_run: bool = False
+    verify_memory: bool = True
+    stuck: tuple[Stuck, ...] = ()
+    respawned: frozenset[ProcessRef] = frozenset()
+    known: frozenset[ProcessRef] = frozenset()
+    """Holders that a rung has dealt with."""
+    killed_mib: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """GPU minor -> what each holder that exited was charged with there."""
+    falling: bool = False
+    """Memory was still falling when the time was up."""
+    waited_s: float = 0.0
+    xid: str = ""
+    xid_advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    verdict: Verdict | None
+    reason: str
+    message: str
+    next_step: str
+
+    @property
+    def exit_status(self) -> int:
+        return REASONS[self.reason].exit_status
+
+
+def judge(case: Case) -> Judgement:
+    """The verdict on a case. Released only if no check objects."""
+    objections = [
+        found
+        for check in (_living, _driver_only, _not_seen, _driver_silent, *_MEMORY_CHECKS)
+        if (found := check(case)) is not None
+    ]
+    if objections:
+        return min(objections, key=lambda j: EXIT_PRECEDENCE.index(j.exit_status))
+    return _released(case)
+
+
+def judgement(case: Case, reason: str, **facts: object) -> Judgement:
+    message, next_step = say(reason, vmid=case.after.vmid, **facts)
+    return Judgement(REASONS[reason].verdict, reason, message, next_step)
+
+
+# --- holders ---------------------------------------------------------------------------------------------------------
+
+
+def _living(case: Case) -> Judgement | None:
+    living = [h for h in case.after.holders if h.targetable and case.selection.takes(h)]
+    if not living:
+        return None
+    who, where = holders_text(living), gpus_text(case, {m for h in living for m in h.gpus})
+    stuck = [s for s in case.stuck if any(h.ref == s.ref for h in living)]
+    if stuck:
+        return judgement(
+            case,
+            "unkillable",
+            holders=holders_text([h for h in living if any(s.ref == h.ref for s in stuck)]),
+            state=stuck[0].state,
+            wchan=stuck[0].wchan or "(unknown)",
+        )
+    if case.dry_run or not case.acted:
+        return judgement(case, "holders-present", holders=who, gpus=where)
+    if case.xid:
+        return judgement(case, "new-xid", holders=who, detail=case.xid, advice=case.xid_advice)
+    returned = [h for h in living if h.ref in case.respawned]
+    if returned:
+        names = sorted({h.supervisor.name for h in returned if h.supervisor and h.supervisor.kind != "session"})
+        return judgement(case, "respawned", supervisor=", ".join(names) or "a process of the container")
+    if not any(h.ref in case.known for h in living):
+        return judgement(case, "holder-appeared", holders=who, gpus=where)
+    return judgement(case, "holders-survive", holders=who, gpus=where, waited=f"{case.waited_s:.0f} s")
+
+
+def _driver_only(case: Case) -> Judgement | None:
+    listed = [h for h in case.after.holders if h.evidence == {Evidence.NVML} and case.selection.takes(h)]
+    return judgement(case, "driver-only-holder", holders=holders_text(listed)) if listed else None
+
+
+# --- blindness -------------------------------------------------------------------------------------------------------
+
+
+def incomplete(spots: Iterable[BlindSpot]) -> list[BlindSpot]:
+    """The blind spots in which a holder could hide; the driver's silence is judged apart."""
+    return [s for s in spots if s.code != DETAIL_ONLY and s.source != "nvml"]
+
+
+def _not_seen(case: Case) -> Judgement | None:
+    spots = incomplete(case.after.blind_spots)
+    if not spots:
+        return None
+    first = f"{spots[0].what}: {spots[0].error}"
+    more = f" and {len(spots) - 1} more" if len(spots) > 1 else ""
+    return judgement(case, "blind-spots", detail=first + more)
+
+
+def driver_silence(observation: Observation) -> tuple[str, str] | None:
+    """(reason, detail) when the driver as a whole gave no answer at this look."""
+    for spot in observation.blind_spots:
+        if spot.source == "nvml":
+            code = spot.code if spot.code in _DRIVER_CODES else "driver-silent"
+            return ("driver-silent" if code == "driver-not-loaded" else code), f"{spot.what}: {spot.error}"
+    return None
+
+
+def _driver_silent(case: Case) -> Judgement | None:
+    if not case.after.driver_present or not case.verify_memory:
+        return None
+    silence = driver_silence(case.after)
+    return judgement(case, silence[0], detail=silence[1]) if silence else None
+
+
+# --- memory, GPU by GPU ----------------------------------------------------------------------------------------------
+
+
+def _states(case: Case) -> list[tuple[GpuState, GpuState | None]]:
+    """(after, before) of every GPU that is verified."""
+    wanted = case.minors | case.own_minors
+    return [(g, case.before.gpu(g.info.minor)) for g in case.after.gpus if g.info.minor in wanted]
+
+
+def _gpu_lost(case: Case) -> Judgement | None:
+    if not case.verify_memory or driver_silence(case.after):
+        return None
+    for state, _ in _states(case):
+        if state.error:
+            reason = "figures-unavailable" if state.error_code == "figures-unavailable" else "gpu-lost"
+            return judgement(case, reason, gpus=gpu_text(state), detail=state.error)
+    unanswered = {g.info.minor: g for g, _ in _states(case) if g.ghost_mib is None}
+    missing = case.minors - {g.info.minor for g in case.after.gpus}
+    if unanswered and case.after.driver_present:
+        state = next(iter(unanswered.values()))
+        listed = state.used_mib is not None
+        reason = "figures-unavailable" if listed else "gpu-lost"
+        return judgement(case, reason, gpus=gpu_text(state), detail="not in the driver's answer")
+    if missing and case.after.driver_present:
+        return judgement(
+            case, "gpu-lost", gpus=", ".join(f"GPU minor {m}" for m in sorted(missing)), detail="no longer listed"
+        )
+    return None
+
+
+def excess_mib(state: GpuState, before: GpuState | None) -> int:
+    """Ghost memory above the baseline of this release and its tolerance; 0 when there is none or no figure.
+
+    Without a baseline (the driver was silent before) it counts in full: the stricter reading.
+    """
+    ghost = state.ghost_mib
+    baseline = before.baseline_mib if before else None
+    if ghost is None:
+        return 0
+    over = ghost - (baseline or 0)
+    return over if over > state.tolerance_mib else 0
+
+
+def _ghost(case: Case) -> Judgement | None:
+    over = {g.info.minor: excess_mib(g, b) for g, b in _states(case) if g.info.minor in case.minors}
+    over = {minor: mib for minor, mib in over.items() if mib}
+    if not over:
+        return None
+    ghost = ", ".join(
+        f"{mib:,} MiB on {gpu_text(state)}" for minor, mib in over.items() if (state := case.after.gpu(minor))
+    )
+    if case.falling:
+        return judgement(case, "draining", ghost=ghost)
+    others = [h for h in case.after.foreign if not h.evidence & {Evidence.NVML} and set(h.gpus) & over.keys()]
+    if others:
+        return judgement(case, "held-by-other", gpus=gpus_text(case, over), others=others_text(others))
+    return judgement(case, "ghost-memory", ghost=ghost + bar1_text(case, over))
+
+
+def _ghost_before(case: Case) -> Judgement | None:
+    """Ghost memory that was there before: held only on a GPU that nobody else is attached to (DESIGN 4, Verify)."""
+    for state, before in _states(case):
+        ghost, baseline = state.ghost_mib, before.baseline_mib if before else None
+        if ghost is None or baseline is None or state.foreign_clients:
+            continue
+        if min(ghost, baseline) > state.tolerance_mib:
+            return judgement(case, "ghost-memory-before", ghost=f"{ghost:,} MiB on {gpu_text(state)}")
+    return None
+
+
+def _taken_over(case: Case) -> Judgement | None:
+    """A foreign client's charge grew by what one of ours lost: the importer of a CUDA IPC handle (FACTS)."""
+    for state, before in _states(case):
+        lost = case.killed_mib.get(state.info.minor, ())
+        if before is None or not lost:
+            continue
+        for pid in state.foreign_clients:
+            grown = (state.client_mib.get(pid) or 0) - (before.client_mib.get(pid) or 0)
+            if any(
+                amount > state.tolerance_mib and abs(grown - amount) <= state.tolerance_mib
+                for amount in (*lost, sum(lost))
+            ):
+                others = [h for h in case.after.foreign if h.process.pid == pid]
+                return judgement(case, "taken-over", gpus=gpu_text(state), others=others_text(others) or f"pid {pid}")
+    return None
+
+
+_MEMORY_CHECKS = (_gpu_lost, _ghost, _ghost_before, _taken_over)
+
+
+def _released(case: Case) -> Judgement:
+    after = case.after
+    if case.acted or case.known:
+        if not case.verify_memory and (silence := driver_silence(after)):
+            return judgement(case, "memory-not-verified", detail=silence[1])
+        gone = f"{len(case.known)} holder{'s' if len(case.known) != 1 else ''}"
+        return judgement(case, "released", gone=gone, gpus=gpus_text(case, case.minors))
+    if not after.driver_present:
+        return judgement(case, "no-driver")
+    if not case.verify_memory and (silence := driver_silence(after)):
+        return judgement(case, "memory-not-verified", detail=silence[1])
+    return judgement(case, "nothing-held" if after.running or after.processes else "not-running")
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def gpu_text(state: GpuState) -> str:
+    info = state.info
+    if info.index is not None:
+        return f"GPU {info.index}"
+    return f"GPU {info.pci_bus_id or f'minor {info.minor}'}"
+
+
+def gpus_text(case: Case, minors: Iterable[int]) -> str:
+    wanted = sorted(set(minors))
+    names = [gpu_text(state) if (state := case.after.gpu(m)) else f"GPU minor {m}" for m in wanted]
+    return ", ".join(names) or "the GPU control nodes"
+
+
+def holders_text(holders: Iterable[Holder]) -> str:
+    """`pid 4711 (python3), pid 4712 (VLLM::EngineCor)`, at most four by name."""
+    return _people(holders, with_owner=False)
+
+
+def others_text(holders: Iterable[Holder]) -> str:
+    return _people(holders, with_owner=True)
+
+
+def _people(holders: Iterable[Holder], *, with_owner: bool) -> str:
+    found = list(holders)
+    names = []
+    for h in found[:4]:
+        owner = f" of {owner_text(h)}" if with_owner else ""
+        names.append(f"pid {h.process.pid} ({h.process.comm}){owner}")
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return ", ".join(names) + more
+
+
+def owner_text(holder: Holder) -> str:
+    return "the host" if holder.vmid is None else f"container {holder.vmid}"
+
+
+def bar1_text(case: Case, minors: Iterable[int]) -> str:
+    """High BAR1 use without a holder goes into the reason, the verdict stays (DESIGN 4)."""
+    high = [
+        f"{gpu_text(s)} has {s.bar1_used_mib:,} MiB of BAR1 in use"
+        for m in minors
+        if (s := case.after.gpu(m)) and s.bar1_used_mib and s.bar1_used_mib > 256
+    ]
+    return f" ({'; '.join(high)})" if high else ""
+
+
+def inherited_text(state: GpuState) -> str:
+    dead = [c for c in state.dead_clients if c.heir is Heir.OWN]
+    return ", ".join(f"dead pid {c.pid}" for c in dead)

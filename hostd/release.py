@@ -1,0 +1,475 @@
+"""One climb of the ladder for one container: observe, judge, act, wait, observe again, and prove it.
+
+The same loop serves CLI, daemon and hook. Every effect goes through `Effects`; a dry run has none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from hostd.cancel import Cancel
+from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, RefusedError
+from hostd.events import Listener, Silent
+from hostd.judge import Case, Judgement, Selection, driver_silence, excess_mib, judge
+from hostd.ladder import Options, Rung, rungs_for
+from hostd.model import (
+    Fate,
+    GpuReport,
+    Holder,
+    HolderReport,
+    Observation,
+    ProcessRef,
+    Report,
+    RungRecord,
+    Step,
+    Stuck,
+    Verdict,
+)
+from hostd.observe import Observer, Sources
+from hostd.selection import resolve_gpu, resolve_pid
+from hostd.system.pidfd import Pinned
+from hostd.triage import stuck_tasks
+from hostd.verdicts import say
+from hostd.waiting import MemoryGauge, Patience, wait_for_exits
+
+SIGNALS = {Step.TERM: signal.SIGTERM, Step.KILL: signal.SIGKILL}
+
+
+class Effects:
+    """What a release does to the world. Replaced by a recorder in the safety tests."""
+
+    def send(self, pin: Pinned, number: int) -> bool:
+        """True when the kernel accepted the signal, False when the process is gone."""
+        return pin.send(number)
+
+
+@dataclass(slots=True)
+class Subject:
+    """Which container, and what its configuration says about GPUs (paths as it names them)."""
+
+    vmid: int
+    own_minors: frozenset[int] = frozenset()
+    exists: Callable[[], bool] = lambda: True
+
+
+@dataclass(slots=True)
+class _State:
+    """What a climb remembers between looks."""
+
+    first: Observation
+    begun_s: float
+    deadline_s: float
+    minors: set[int] = field(default_factory=set)
+    dealt: dict[ProcessRef, Holder] = field(default_factory=dict)
+    killed: set[ProcessRef] = field(default_factory=set)
+    exited: set[ProcessRef] = field(default_factory=set)
+    respawned: set[ProcessRef] = field(default_factory=set)
+    stuck: list[Stuck] = field(default_factory=list)
+    first_signal_ticks: int | None = None
+    falling: bool = False
+    survivors: bool = False
+
+
+class Release:
+    """One release of one container. `run()` once; the report is complete whatever happens."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        subject: Subject,
+        options: Options,
+        listener: Listener | None = None,
+        *,
+        effects: Effects | None = None,
+        cancel: Cancel | None = None,
+        release_id: str = "",
+    ) -> None:
+        self.sources = sources
+        self.subject = subject
+        self.options = options
+        self.listener: Listener = listener or Silent()
+        self.effects = effects or Effects()
+        self.cancel = cancel or Cancel()
+        self.observer = Observer(sources, subject.vmid)
+        self.selection = Selection()
+        self.report = Report(release_id or str(uuid.uuid4()), subject.vmid, options.trigger, dry_run=options.dry_run)
+        self.report.started = _utc_now()
+        self._begun_s = time.monotonic()
+
+    # --- the climb ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """Climbs and returns the report. Errors of policy, usage and interruption end in the report, too; only a bug raises."""
+        self.listener.started(self.report)
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            self._end_by_error(InterruptedRelease("interrupted"))
+        except PgrError as exc:
+            self._end_by_error(exc)
+        finally:
+            self.observer.close()
+        self.report.duration_ms = self._now_ms()
+        self.listener.finished(self.report)
+        return self.report
+
+    def _run(self) -> None:
+        first = self.observer.look()
+        state = _State(first, self._begun_s, self._begun_s + self.options.limits.timeout_s)
+        self._check_exists(first)
+        self._select(first)
+        holders = self._selected(first)
+        state.minors |= {m for h in holders for m in h.gpus}
+        self.report.was_held = bool(holders)
+        self.listener.observed(self.report, first, holders)
+        if self.options.dry_run or not self._targets(first):
+            self._conclude(state, first)
+            return
+        self._refuse_init(first)
+        last = self._climb(state, first)
+        self._conclude(state, last)
+
+    def _climb(self, state: _State, observation: Observation) -> Observation:
+        """All rungs, then rounds of KILL for what came after, until nothing is left or nothing helps."""
+        ladder: Sequence[Rung] = rungs_for(self.options)
+        kill = Rung(Step.KILL, self.options.limits.kill_grace_s)
+        for round_number in range(self.options.limits.respawn_rounds + 1):
+            for rung in ladder if round_number == 0 else (kill,):
+                targets = [h for h in self._targets(observation) if h.ref not in state.killed]
+                if not targets or self._time_is_up(state):
+                    break
+                all_dead = self._rung(state, rung, targets, observation)
+                observation = self._look(state, nvml=all_dead)
+            if self._targets(observation):
+                if any(h.ref not in state.killed for h in self._targets(observation)) and not self._time_is_up(state):
+                    continue
+                break
+            observation = self._drain(state, observation)
+            observation = self._settle(state, observation)
+            if not self._targets(observation) or self._time_is_up(state):
+                return observation
+        return self.observer.look()
+
+    def _rung(self, state: _State, rung: Rung, targets: list[Holder], observation: Observation) -> bool:
+        """Signals, waits and records one rung; True when every target is dead."""
+        record = RungRecord(rung.step, self._now_ms(), [h.process.pid for h in targets])
+        self.report.rungs.append(record)
+        self.listener.rung_begun(self.report, record, targets)
+        self.cancel.check()
+        if state.first_signal_ticks is None:
+            state.first_signal_ticks = boot_ticks_now()
+        pins = self._signal(state, rung, record, targets)
+        begun_s = time.monotonic()
+        gauge = MemoryGauge(self.sources, self._uuids(state))
+        try:
+            alive = self._wait(state, rung, pins, gauge, observation, record)
+        finally:
+            record.waited_ms = round((time.monotonic() - begun_s) * 1000)
+            gauge.settle()
+            record.gone += sum(1 for pin in pins if pin.gone())
+            for pin in pins:
+                if pin.gone():
+                    state.exited.add(pin.ref)
+                pin.close()
+        if alive and rung.step is Step.KILL:
+            state.stuck = stuck_tasks(self.sources.procfs, [pin.ref for pin in alive])
+        self.listener.rung_done(self.report, record)
+        return not alive
+
+    def _signal(self, state: _State, rung: Rung, record: RungRecord, targets: Iterable[Holder]) -> list[Pinned]:
+        """Pin, check, act: a target whose identity or owner has changed since the look is left alone."""
+        pins: list[Pinned] = []
+        for holder in targets:
+            pin = Pinned.pin(holder.ref, self.observer.recheck)
+            if pin is None:
+                record.gone += 1
+                state.exited.add(holder.ref)
+                continue
+            pins.append(pin)
+        for pin in pins:
+            holder = next(h for h in targets if h.ref == pin.ref)
+            state.dealt[holder.ref] = holder
+            if self.effects.send(pin, SIGNALS[rung.step]):
+                record.sent += 1
+            if rung.step is Step.KILL:
+                state.killed.add(holder.ref)
+        return pins
+
+    def _wait(
+        self,
+        state: _State,
+        rung: Rung,
+        pins: list[Pinned],
+        gauge: MemoryGauge,
+        observation: Observation,
+        record: RungRecord,
+    ) -> list[Pinned]:
+        deadline_s = state.deadline_s
+        if rung.step is Step.TERM:  # leave time for KILL and the driver, however busy TERM's targets look
+            deadline_s = min(deadline_s, state.begun_s + self.options.limits.timeout_s / 2)
+
+        def tell(alive: Sequence[Pinned], used_mib: int | None) -> None:
+            memory = f", {used_mib:,} MiB still in use" if used_mib is not None else ""
+            names = ", ".join(str(pin.ref.pid) for pin in alive[:4]) + (" ..." if len(alive) > 4 else "")
+            self.listener.waiting(
+                self.report, f"{rung.step}: waiting for pid {names}{memory}", time.monotonic() - self._begun_s
+            )
+
+        def cannot_act(alive: Sequence[Pinned]) -> bool:
+            """SIGTERM reaches no handler in a stopped process or a frozen cgroup; waiting would be for nothing."""
+            if observation.frozen or all(self._is_stopped(pin.ref) for pin in alive):
+                record.note = "frozen" if observation.frozen else "stopped"
+                return True
+            return False
+
+        return wait_for_exits(
+            pins,
+            Patience(rung.grace_s, deadline_s),
+            gauge,
+            self.cancel,
+            cpu_ticks=self.sources.procfs.cpu_ticks if rung.step is Step.KILL else None,
+            hopeless=cannot_act if rung.step is Step.TERM else None,
+            tell=tell,
+        )
+
+    def _is_stopped(self, ref: ProcessRef) -> bool:
+        process = self.sources.procfs.read_process(ref.pid)
+        return process is not None and process.ref == ref and process.state in "Tt"
+
+    # --- proof -------------------------------------------------------------------------------------------------------
+
+    def _drain(self, state: _State, observation: Observation) -> Observation:
+        """Looks until every GPU is back at its baseline, or memory has stopped falling, or the time is up."""
+        if not observation.nvml_asked:
+            observation = self._look(state, nvml=True)
+        patience = Patience(self.options.limits.drain_grace_s, state.deadline_s)
+        gauge = MemoryGauge(self.sources, self._uuids(state))
+        told_s = pause_s = 0.0
+        while (over := self._over(state, observation)) and not self._targets(observation):
+            self.cancel.check()
+            if patience.stalled:
+                state.falling = patience.last_progress_s + 1.0 > time.monotonic()
+                break
+            if time.monotonic() - told_s >= 1.0:
+                told_s = time.monotonic()
+                text = ", ".join(f"{mib:,} MiB on GPU minor {minor}" for minor, mib in over.items())
+                self.listener.waiting(self.report, f"memory is falling: {text} to go", told_s - self._begun_s)
+            pause_s = min(PAUSE_MAX_S, max(0.005, pause_s * 1.5))
+            if self._sample(gauge, pause_s):
+                patience.progressed()
+            observation = self._look(state, nvml=True)
+        return observation
+
+    def _sample(self, gauge: MemoryGauge, pause_s: float) -> bool:
+        """Waits a moment and samples memory; True when it has fallen."""
+        import select
+
+        select.select([self.cancel.fileno()], [], [], pause_s)
+        gauge.ask()
+        fd = gauge.fileno()
+        if fd is None:
+            return False
+        return gauge.take()
+
+    def _over(self, state: _State, observation: Observation) -> dict[int, int]:
+        """GPU minor -> MiB above the baseline, of the GPUs that this release verifies."""
+        if driver_silence(observation):
+            return {}
+        over = {m: excess_mib(s, state.first.gpu(m)) for m in state.minors if (s := observation.gpu(m))}
+        return {minor: mib for minor, mib in over.items() if mib}
+
+    def _settle(self, state: _State, observation: Observation) -> Observation:
+        """Looks again for a moment when something alive would start a killed job again (CASES, "It comes back")."""
+        settle_s = self.options.limits.settle_s
+        if self._targets(observation) or not self._restarters(state) or settle_s <= 0:
+            return observation
+        end_s = min(time.monotonic() + settle_s, state.deadline_s)
+        import select
+
+        while time.monotonic() < end_s and not self.cancel.requested:
+            select.select([self.cancel.fileno()], [], [], 0.05)
+            looked = self._look(state, nvml=False)
+            if self._targets(looked):
+                return looked
+        return self._look(state, nvml=True)
+
+    def _restarters(self, state: _State) -> bool:
+        """True when a killed holder had a supervisor, or a living parent in the container that is not its init."""
+        for holder in state.dealt.values():
+            if holder.supervisor is not None and holder.supervisor.kind != "session":
+                return True
+            if holder.process.ppid > 1:
+                parent = self.sources.procfs.read_process(holder.process.ppid)
+                init = state.first.init
+                if (
+                    parent is not None
+                    and not parent.is_zombie
+                    and parent.start_time <= holder.process.start_time
+                    and (init is None or parent.ref != init)
+                    and self.observer.view.owns(parent)
+                ):
+                    return True
+        return False
+
+    # --- looking and choosing ----------------------------------------------------------------------------------------
+
+    def _look(self, state: _State, *, nvml: bool) -> Observation:
+        observation = self.observer.look(nvml=nvml)
+        holders = self._selected(observation)
+        state.minors |= {m for h in holders for m in h.gpus}
+        fresh = [h for h in holders if h.ref not in state.dealt and h.targetable]
+        since = state.first_signal_ticks
+        state.respawned |= {h.ref for h in fresh if since is not None and h.process.start_time >= since}
+        if fresh or nvml:
+            self.listener.observed(self.report, observation, holders)
+        return observation
+
+    def _selected(self, observation: Observation) -> list[Holder]:
+        return [h for h in observation.holders if self.selection.takes(h)]
+
+    def _targets(self, observation: Observation) -> list[Holder]:
+        return [h for h in self._selected(observation) if h.targetable]
+
+    def _uuids(self, state: _State) -> list[str]:
+        return [g.info.uuid for g in state.first.gpus if g.info.minor in state.minors]
+
+    def _select(self, first: Observation) -> None:
+        infos = tuple(g.info for g in first.gpus)
+        minors = pids = None
+        if self.options.gpu is not None:
+            silent = driver_silence(first) is not None
+            minors = frozenset({resolve_gpu(self.options.gpu, infos, driver_silent=silent).minor})
+        if self.options.pid is not None:
+            pids = resolve_pid(self.options.pid, first, self.observer.find)
+        self.selection = Selection(minors, pids)
+
+    def _check_exists(self, first: Observation) -> None:
+        if first.running or first.processes or self.subject.exists():
+            return
+        message, step = say("no-such-container", vmid=self.subject.vmid)
+        raise NoSuchContainerError(message, next_step=step, vmid=self.subject.vmid)
+
+    def _refuse_init(self, first: Observation) -> None:
+        init = next((h for h in self._targets(first) if h.is_init), None)
+        if init is None or self.options.stop:
+            return
+        message, step = say(
+            "would-stop-container", vmid=self.subject.vmid, pid=init.process.pid, comm=init.process.comm
+        )
+        raise RefusedError(message, next_step=step, reason="would-stop-container", vmid=self.subject.vmid)
+
+    def _time_is_up(self, state: _State) -> bool:
+        return time.monotonic() >= state.deadline_s
+
+    def _now_ms(self) -> int:
+        return round((time.monotonic() - self._begun_s) * 1000)
+
+    # --- the report --------------------------------------------------------------------------------------------------
+
+    def _conclude(self, state: _State, last: Observation) -> None:
+        judgement = judge(self._case(state, last))
+        self._fill(state, last)
+        self._verdict(judgement)
+
+    def _verdict(self, judgement: Judgement) -> None:
+        self.report.verdict = judgement.verdict
+        self.report.reason = judgement.reason
+        self.report.message = judgement.message
+        self.report.next_step = judgement.next_step
+
+    def _case(self, state: _State, last: Observation) -> Case:
+        killed: dict[int, tuple[int, ...]] = {}
+        for ref in state.exited & state.dealt.keys():
+            for minor in state.dealt[ref].gpus:
+                gpu = state.first.gpu(minor)
+                charge = gpu.client_mib.get(ref.pid) if gpu else None
+                if charge:
+                    killed[minor] = (*killed.get(minor, ()), charge)
+        return Case(
+            before=state.first,
+            after=last,
+            minors=frozenset(state.minors),
+            own_minors=self.subject.own_minors if self.selection.minors is None else frozenset(),
+            selection=self.selection,
+            acted=bool(state.dealt),
+            dry_run=self.options.dry_run,
+            verify_memory=self.options.verify_memory,
+            stuck=tuple(state.stuck),
+            respawned=frozenset(state.respawned),
+            known=frozenset(state.dealt),
+            killed_mib=killed,
+            falling=state.falling,
+            waited_s=time.monotonic() - self._begun_s,
+        )
+
+    def _fill(self, state: _State, last: Observation) -> None:
+        alive = {h.ref: h for h in self._selected(last)}
+        stuck = {s.ref: s for s in state.stuck}
+        everyone = {h.ref: h for h in self._selected(state.first)} | state.dealt | alive
+        everyone |= {ref: h for ref, h in state.dealt.items()}
+        for ref, holder in everyone.items():
+            fate = self._fate(ref, state, alive, stuck)
+            report = HolderReport(holder, fate, stuck.get(ref))
+            self.report.holders.append(report)
+            self.listener.fate(self.report, report)
+        for gpu in last.gpus:
+            minor = gpu.info.minor
+            before = state.first.gpu(minor)
+            if minor in state.minors | self.subject.own_minors:
+                others = [h for h in last.foreign if minor in h.gpus]
+                self.report.gpus.append(
+                    GpuReport(
+                        info=gpu.info,
+                        used_mib_before=before.used_mib if before else None,
+                        used_mib_after=gpu.used_mib,
+                        reserved_mib=gpu.reserved_mib,
+                        ghost_mib=gpu.ghost_mib,
+                        bar1_used_mib_after=gpu.bar1_used_mib,
+                        other_holders=others,
+                    )
+                )
+        self.report.blind_spots = list(last.blind_spots)
+
+    def _fate(
+        self, ref: ProcessRef, state: _State, alive: dict[ProcessRef, Holder], stuck: dict[ProcessRef, Stuck]
+    ) -> Fate:
+        if ref not in alive:
+            return Fate.EXITED
+        if ref not in state.dealt and ref not in state.respawned:
+            return Fate.SPARED
+        if ref in stuck:
+            return Fate.UNKILLABLE
+        return Fate.RESPAWNED if ref in state.respawned else Fate.SURVIVED
+
+    def _end_by_error(self, exc: PgrError) -> None:
+        self.report.verdict = None
+        self.report.reason = exc.reason
+        self.report.message = exc.message
+        self.report.next_step = exc.next_step
+        if isinstance(exc, InterruptedRelease):
+            signalled = [f"{r.step} to pid {', '.join(map(str, r.targets))}" for r in self.report.rungs if r.sent]
+            detail = f"already sent: {'; '.join(signalled)}" if signalled else "nothing had been signalled"
+            self.report.message, self.report.next_step = say("interrupted", vmid=self.subject.vmid, detail=detail)
+
+
+PAUSE_MAX_S = 0.1
+"""Between two memory samples while nothing but the driver's figures can tell us anything."""
+_CLK_TCK = os.sysconf("SC_CLK_TCK")
+
+
+def boot_ticks_now() -> int:
+    """Now in clock ticks since boot, the unit of a process's start time (proc_pid_stat(5), field 22)."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _CLK_TCK)
+
+
+def _utc_now() -> str:
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+
+
+__all__ = ["Effects", "Release", "Subject", "Verdict", "boot_ticks_now", "replace"]

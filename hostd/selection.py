@@ -1,0 +1,71 @@
+"""What `--gpu` and `--pid` mean on this node at this moment. Pure, on an observation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hostd.errors import UsageError
+from hostd.judge import Selection
+from hostd.model import GpuInfo, Observation, Process
+from hostd.system.devices import canonical_pci
+
+
+def resolve_gpu(selector: str, gpus: tuple[GpuInfo, ...], *, driver_silent: bool) -> GpuInfo:
+    """The one GPU that `selector` names: NVML index, minor, UUID (or a unique beginning of one) or PCI address.
+
+    Raises UsageError when it names none or more than one: an index cannot be told from a minor while the driver is silent.
+    """
+    text = selector.strip()
+    matches = _by_number(text, gpus, driver_silent) if text.isdigit() else _by_name(text, gpus)
+    unique = list({g.minor: g for g in matches}.values())
+    choices = ", ".join(g.uuid or g.pci_bus_id or f"minor {g.minor}" for g in gpus) or "none"
+    if not unique:
+        raise UsageError(
+            f"cannot select GPU {selector!r}: no such GPU on this node", next_step=f"GPUs of this node: {choices}"
+        )
+    if len(unique) > 1:
+        raise UsageError(f"cannot select GPU {selector!r}: it names more than one", next_step=f"choose from: {choices}")
+    return unique[0]
+
+
+def _by_number(text: str, gpus: tuple[GpuInfo, ...], driver_silent: bool) -> list[GpuInfo]:
+    number = int(text)
+    matches = [g for g in gpus if g.index == number]
+    if not matches and driver_silent:
+        choices = ", ".join(g.uuid or g.pci_bus_id for g in gpus)
+        raise UsageError(
+            f"cannot select GPU {text}: the driver does not answer, so an index cannot be told from a minor",
+            next_step=f"choose from: {choices or 'none known'}",
+        )
+    return matches + [g for g in gpus if g.minor == number]
+
+
+def _by_name(text: str, gpus: tuple[GpuInfo, ...]) -> list[GpuInfo]:
+    folded = text.lower()
+    by_uuid = [g for g in gpus if g.uuid and g.uuid.lower().startswith(folded) and len(folded) >= 8]
+    if by_uuid:
+        return by_uuid
+    try:
+        pci = canonical_pci(text)
+    except ValueError:
+        return []
+    return [g for g in gpus if g.pci_bus_id == pci]
+
+
+def resolve_pid(selector: str, observation: Observation, find: Callable[[int, bool], Process | None]) -> frozenset[int]:
+    """Host pids that `--pid` names: `17` in the container's own PID namespace, `host:4711` on the host.
+
+    `find(number, host)` returns the container's process of that number or None. Raises UsageError when there is none.
+    """
+    host = selector.startswith("host:")
+    digits = selector.removeprefix("host:")
+    if not digits.isdigit() or int(digits) < 1:
+        raise UsageError(f"cannot select pid {selector!r}: expected a number, or host:NUMBER")
+    process = find(int(digits), host)
+    if process is None:
+        where = "on the host that belongs to it" if host else "in its PID namespace"
+        raise UsageError(
+            f"cannot select pid {digits}: container {observation.vmid} has no such process {where}",
+            next_step=f"pve-gpu-release ps {observation.vmid} lists the holders with both numbers",
+        )
+    return frozenset({process.pid})

@@ -1,0 +1,203 @@
+"""Reports and observations as JSON, schema 1 of DESIGN 5: the only place where dataclasses become dicts.
+
+Text from inside containers is passed on as it is, made valid UTF-8 only (`surrogateescape` bytes become U+FFFD-free
+`\\xNN`): JSON escapes control characters itself. Surfaces for people use `terminal.escape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hostd.errors import PgrError
+from hostd.model import (
+    BlindSpot,
+    Evidence,
+    GpuReport,
+    GpuState,
+    Holder,
+    HolderReport,
+    Observation,
+    Report,
+    RungRecord,
+    Stuck,
+)
+from hostd.verdicts import REASONS, exit_status, worst
+
+SCHEMA = 1
+Json = dict[str, Any]
+
+
+def clean(text: str) -> str:
+    """Valid Unicode: bytes that were not UTF-8 become `\\xNN`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return text
+
+
+def holder_dict(holder: Holder) -> Json:
+    process = holder.process
+    return {
+        "pid": process.pid,
+        "ns_pids": list(process.ns_pids),
+        "start_time": process.start_time,
+        "comm": clean(process.comm),
+        "cmdline": clean(holder.cmdline),
+        "user": clean(holder.user),
+        "cgroup": clean(process.cgroup),
+        "unit": clean(holder.supervisor.name) if holder.supervisor else "",
+        "state": process.state,
+        "evidence": [e.value for e in Evidence if e in holder.evidence],
+        "gpus": list(holder.gpus),
+        "memory_mib": holder.memory_mib,
+        "inherited_from": holder.inherited_from,
+    }
+
+
+def holder_report_dict(report: HolderReport) -> Json:
+    result = holder_dict(report.holder) | {"fate": report.fate.value}
+    if report.stuck is not None:
+        result["stuck"] = stuck_dict(report.stuck)
+    return result
+
+
+def stuck_dict(stuck: Stuck) -> Json:
+    return {
+        "tid": stuck.tid,
+        "state": stuck.state,
+        "wchan": clean(stuck.wchan),
+        "stack": clean(stuck.stack),
+        "kill_pending": stuck.kill_pending,
+        "since": stuck.since,
+    }
+
+
+def gpu_report_dict(report: GpuReport) -> Json:
+    info = report.info
+    return {
+        "index": info.index,
+        "minor": info.minor,
+        "uuid": info.uuid,
+        "pci_bus_id": info.pci_bus_id,
+        "name": info.name,
+        "used_mib_before": report.used_mib_before,
+        "used_mib_after": report.used_mib_after,
+        "reserved_mib": report.reserved_mib,
+        "ghost_mib": report.ghost_mib,
+        "bar1_used_mib_after": report.bar1_used_mib_after,
+        "other_holders": [holder_dict(h) | {"vmid": h.vmid} for h in report.other_holders],
+    }
+
+
+def gpu_state_dict(state: GpuState) -> Json:
+    """A GPU of `ps --json` and `status --json`."""
+    info = state.info
+    return {
+        "index": info.index,
+        "minor": info.minor,
+        "uuid": info.uuid,
+        "pci_bus_id": info.pci_bus_id,
+        "name": info.name,
+        "used_mib": state.used_mib,
+        "reserved_mib": state.reserved_mib,
+        "ghost_mib": state.ghost_mib,
+        "bar1_used_mib": state.bar1_used_mib,
+        "dead_clients": [{"pid": c.pid, "used_mib": c.used_mib, "heir": c.heir.value} for c in state.dead_clients],
+        "error": state.error,
+    }
+
+
+def rung_dict(rung: RungRecord) -> Json:
+    return {
+        "step": rung.step.value,
+        "at_ms": rung.at_ms,
+        "targets": rung.targets,
+        "sent": rung.sent,
+        "gone": rung.gone,
+        "waited_ms": rung.waited_ms,
+        "note": rung.note,
+    }
+
+
+def blind_spot_dict(spot: BlindSpot) -> Json:
+    return {"source": spot.source, "what": clean(spot.what), "error": clean(spot.error)}
+
+
+def report_dict(report: Report) -> Json:
+    """One release (DESIGN 5). A refusal or an error has `verdict: null`."""
+    return {
+        "schema": SCHEMA,
+        "release_id": report.release_id,
+        "vmid": report.vmid,
+        "trigger": report.trigger,
+        "verdict": report.verdict.value if report.verdict else None,
+        "reason": report.reason,
+        "message": clean(report.message),
+        "was_held": report.was_held,
+        "dry_run": report.dry_run,
+        "started": report.started,
+        "duration_ms": report.duration_ms,
+        "holders": [holder_report_dict(h) for h in report.holders],
+        "gpus": [gpu_report_dict(g) for g in report.gpus],
+        "rungs": [rung_dict(r) for r in report.rungs],
+        "blind_spots": [blind_spot_dict(b) for b in report.blind_spots],
+        "next_step": clean(report.next_step),
+    }
+
+
+def error_dict(error: PgrError, vmid: int | None = None) -> Json:
+    """A refusal or an error before or instead of a release."""
+    return {
+        "schema": SCHEMA,
+        "vmid": vmid if vmid is not None else error.vmid,
+        "verdict": None,
+        "reason": error.reason,
+        "message": clean(error.message),
+        "next_step": clean(error.next_step),
+    }
+
+
+def releases_dict(reports: Iterable[Json]) -> Json:
+    """Several containers: the worst status decides the common verdict."""
+    releases = list(reports)
+    status = worst([exit_status(r["reason"]) for r in releases])
+    decisive = next((r for r in releases if exit_status(r["reason"]) == status), None)
+    return {"schema": SCHEMA, "verdict": decisive["verdict"] if decisive else None, "releases": releases}
+
+
+def status_of(result: Json) -> int:
+    """The exit status of a report, an error or a collection of them."""
+    if "releases" in result:
+        return worst([status_of(r) for r in result["releases"]])
+    return REASONS[result["reason"]].exit_status if result["reason"] in REASONS else 1
+
+
+def observed_event(observation: Observation, holders: Iterable[Holder]) -> Json:
+    return {
+        "event": "observed",
+        "holders": [holder_dict(h) for h in holders],
+        "gpus": [gpu_state_dict(g) for g in observation.gpus],
+        "blind_spots": [blind_spot_dict(b) for b in observation.blind_spots],
+    }
+
+
+def rung_event(name: str, rung: RungRecord) -> Json:
+    return {"event": name, "rung": rung_dict(rung)}
+
+
+def waiting_event(what: str, since_s: float) -> Json:
+    return {"event": "waiting", "what": clean(what), "since_s": round(since_s, 1)}
+
+
+def ps_dict(observations: Iterable[Holder], gpus: Iterable[GpuState], blind: Iterable[BlindSpot]) -> Json:
+    return {
+        "schema": SCHEMA,
+        "holders": [holder_dict(h) | {"vmid": h.vmid} for h in observations],
+        "gpus": [gpu_state_dict(g) for g in gpus],
+        "blind_spots": [blind_spot_dict(b) for b in blind],
+    }
+
+
+__all__ = ["Observation", "error_dict", "ps_dict", "releases_dict", "report_dict", "status_of"]

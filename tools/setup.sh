@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Set-up on a fresh Debian machine: system packages (only those that are missing) and a virtual environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(gcc libc6-dev pkg-config libsystemd-dev python3-venv python3-dev psmisc lsof util-linux e2fsprogs procps kmod)
+missing=()
+for package in "${packages[@]}"; do
+  dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+done
+if ((${#missing[@]})); then
+  if [[ $(id -u) != 0 ]]; then
+    echo "setup: these packages are missing: ${missing[*]} (run as root, or install them)" >&2
+    exit 1
+  fi
+  echo "setup: installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+python=${PYTHON:-python3}
+[[ -x .venv/bin/python ]] || "$python" -m venv .venv
+# systemd-python is built from source against libsystemd; everything else comes as wheels.
+.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[dev,systemd]'
+touch .venv/.ready
