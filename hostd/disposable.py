@@ -1,8 +1,8 @@
 """Helper processes that may get stuck in the kernel, so that we do not: a deadline, SIGKILL, and no waiting after it.
 
-Reading `/etc/pve` (FUSE), `cmdline`, `maps` and `map_files` of a stuck process (FACTS, Kernel) or a file on a dead server can
-block for ever. A blocked read cannot be taken back, a process can be given up. A helper holds nothing of ours: no
-descriptor but its pipes, no terminal, no working directory, no lock; it dies with us (PR_SET_PDEATHSIG).
+Reading `/etc/pve` (FUSE), `cmdline`, `maps` and `map_files` of a stuck process (FACTS, Kernel) or a file on a dead
+server can block for ever. A blocked read cannot be taken back, a process can be given up. A helper holds nothing of
+ours: no descriptor but its pipes, no terminal, no working directory, no lock; it dies with us (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations

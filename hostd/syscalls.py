@@ -230,8 +230,8 @@ def proc_for_pidns(ns_fd: int, deadline_s: float = 2.0) -> int:
 def proc_by_entering(ns_fd: int, deadline_s: float = 2.0) -> int:
     """As `proc_for_pidns`, for kernels before 6.17: setns + fork, the descriptor comes back over a socket.
 
-    The child in the namespace is not dumpable and has nothing open but namespace and socket (DESIGN 12). What it sends is
-    believed only if it is a procfs. ETIMEDOUT, ECONNRESET: the child was stopped or killed from inside.
+    The child in the namespace is not dumpable and has nothing open but namespace and socket (DESIGN 12). What it sends
+    is believed only if it is a procfs. ETIMEDOUT, ECONNRESET: the child was stopped or killed from inside.
     """
     import errno
     import select

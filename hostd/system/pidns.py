@@ -43,7 +43,7 @@ class PidNamespace:
 
     @classmethod
     def open(cls, ref: ProcessRef) -> PidNamespace | None:
-        """The namespace that the process `ref` is in; None when that process is gone. OSError else (EACCES: not root)."""
+        """The namespace of the process `ref`; None when that process is gone. OSError else (EACCES: not root)."""
         try:
             here = os.open(f"/proc/{ref.pid}", _DIRECTORY)
         except OSError as exc:

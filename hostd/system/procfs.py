@@ -1,6 +1,6 @@
 """/proc/PID as facts: who a process is, where it belongs, what it is stuck in.
 
-Only files that answer for every process are read here: `stat`, `status`, `cgroup`, `task`, `wchan` and the link `ns/pid`.
+Only files that answer for every process are read here: `stat`, `status`, `cgroup`, `task`, `wchan`, the link `ns/pid`.
 `cmdline`, `maps`, `map_files` take the memory map's lock and can block for ever (FACTS, Kernel): `hostd.system.scan`.
 """
 

@@ -255,9 +255,7 @@ class _Reader:
                 mode, major, minor = syscalls.statx_rdev(path)
             except OSError as exc:
                 if is_gone(exc):
-                    if not os.path.exists(b"/proc/%d/maps" % tid):
-                        return True
-                    return False
+                    return not os.path.exists(b"/proc/%d/maps" % tid)  # the whole task is gone
                 raise
             if major in self._majors and mode & 0o170000 == 0o020000:
                 found.add((major, minor))
@@ -454,8 +452,8 @@ class _Lane:
 class Scanner:
     """Finds open GPU nodes. Its helpers start with the first scan and stay warm until `close`.
 
-    `deadline_s`: how long a helper may show no sign of life on one process. `budget_s`: the most that one scan may take,
-    whatever containers do; what it did not reach is a blind spot. Not for use from threads.
+    `deadline_s`: how long a helper may show no sign of life on one process. `budget_s`: the most that one scan may
+    take, whatever containers do; what it did not reach is a blind spot. Not for use from threads.
     """
 
     def __init__(self, deadline_s: float = 1.0, budget_s: float = 10.0) -> None:
@@ -526,7 +524,8 @@ class _Run:
             for kind, pid in jobs:
                 record = _record(self._reader, kind, pid)
                 if record:
-                    self._note(*_RECORD.unpack_from(record)[:2], record[_RECORD.size :])
+                    answer, who, _ = _RECORD.unpack_from(record)
+                    self._note(answer, who, record[_RECORD.size :])
             return
         wanted = min(2, os.cpu_count() or 1) if len(jobs) >= _PARALLEL_FROM else 1
         lanes = self._scanner._lanes
