@@ -6,6 +6,7 @@ finds the memory back *and* no holder has scanned the processes after the memory
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -405,6 +406,7 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         memory_mib=memory,
         inherited_from=opener,
         cmdline=printable_cmdline(facts.cmdlines.get(process.pid, b"")),
+        user=user_name(process.uid),
         supervisor=supervisor_of(process.cgroup, vmid),
         is_init=init is not None and init.ref == process.ref,
     )
@@ -457,6 +459,26 @@ def _sum(values: Iterable[int | None]) -> int | None:
 def printable_cmdline(raw: bytes) -> str:
     """argv joined by spaces, undecodable bytes kept as surrogates; escaping is the surface's duty (`terminal.escape`)."""
     return raw.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "surrogateescape")
+
+
+@functools.cache
+def _local_users() -> dict[int, str]:
+    """uid -> name of this host's /etc/passwd, read once. Not getpwuid(3): NSS may ask a network that hangs."""
+    names: dict[int, str] = {}
+    try:
+        with open("/etc/passwd", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                fields = line.split(":")
+                if len(fields) > 2 and fields[2].isdigit():
+                    names.setdefault(int(fields[2]), fields[0])
+    except OSError:
+        return {}
+    return names
+
+
+def user_name(uid: int) -> str:
+    """The host's name of a uid, or its number (the uids of an unprivileged container have no name here)."""
+    return _local_users().get(uid, str(uid))
 
 
 def open_sources(*, nvml_deadline_s: float, read_deadline_s: float, nvml_lock: str | None = None) -> Sources:
