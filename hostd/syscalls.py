@@ -47,7 +47,7 @@ _FSCONFIG_SET_FD = 5
 _FSCONFIG_CMD_CREATE = 6
 _MOUNT_ATTRS = 0x02 | 0x04 | 0x08  # nosuid, nodev, noexec
 _CLONE_NEWPID = 0x20000000
-_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
+_SYS_KCMP = {"x86_64": 312, "aarch64": 272}.get(os.uname().machine)
 _KCMP_FILES = 2
 _PROC_SUPER_MAGIC = 0x9FA0
 
@@ -118,10 +118,9 @@ def kcmp_files(pid1: int, pid2: int) -> bool | None:
 
     Two dead tasks compare equal (neither has a table). ESRCH: one of them is gone; EPERM: no ptrace rights.
     """
-    number = _SYS_KCMP.get(os.uname().machine)
-    if number is None:
+    if _SYS_KCMP is None:
         return None
-    result = _syscall(number, pid1, pid2, _KCMP_FILES, 0, 0)
+    result = _syscall(_SYS_KCMP, pid1, pid2, _KCMP_FILES, 0, 0)
     if result >= 0:
         return bool(result == 0)
     import errno

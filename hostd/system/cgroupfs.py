@@ -1,9 +1,9 @@
 """The v2 cgroup tree: which processes are in a container's part of it, whether it is empty, killing it.
 
-Layout of Proxmox VE (FACTS): payload `/lxc/VMID` and below, monitor `/lxc.monitor/VMID`. A container's cgroup is held by
-a directory descriptor: after a removal every access through it fails (ENODEV, ENOENT), also when a new directory has
-the same name, so that what was decided about one incarnation never hits the next. Below it everything may be made by
-the container: names are hostile, walks are bounded.
+Layout of Proxmox VE (FACTS): payload `/lxc/VMID` and below, monitor `/lxc.monitor/VMID`. A container's cgroup is held
+by a directory descriptor: after a removal every access through it fails (ENODEV, ENOENT), also when a new directory
+has the same name, so that what was decided about one incarnation never hits the next. Below it everything may be made
+by the container: names are hostile, walks are bounded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parse_events(text: bytes) -> dict[str, bool]:
 
 
 def vmid_of_name(name: str) -> int | None:
-    """The vmid that a directory name in `/lxc` stands for: canonical decimal digits only, so none for `0129`, `129-1`."""
+    """The vmid that a directory name in `/lxc` stands for: canonical decimals only, `0129` and `129-1` are none."""
     if name.isascii() and name.isdecimal() and name[0] != "0" and len(name) <= 9:
         return int(name)
     return None

@@ -26,7 +26,8 @@ class Pinned:
         """Hold the process `ref`; None when it is gone or its pid is another's by now.
 
         `recheck` reads who has the pid (`Procfs.read_ref`) after the pidfd was opened: equal start times mean that it
-        is the one looked at before. ValueError for pid <= 1: no pid, a broadcast, or init; OSError when it cannot be said.
+        is the one looked at before. ValueError for pid <= 1 (no pid, a broadcast, init); OSError when it cannot be
+        said.
         """
         if ref.pid <= 1:
             raise ValueError(f"pid {ref.pid} is never a target")
