@@ -59,6 +59,10 @@ class Case:
     """Holders that a rung has dealt with."""
     killed_mib: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """GPU minor -> what each holder that exited was charged with there."""
+    resumed: frozenset[ProcessRef] = frozenset()
+    """What an earlier attempt of this release, which was cut off, had signalled."""
+    baseline_mib: dict[int, int] = field(default_factory=dict)
+    """GPU minor -> baseline of that earlier attempt; it wins over `before`."""
     falling: bool = False
     """Memory was still falling when the time was up."""
     waited_s: float = 0.0
@@ -193,13 +197,20 @@ def _gpu_lost(case: Case) -> Judgement | None:
     return None
 
 
-def excess_mib(state: GpuState, before: GpuState | None) -> int:
+def baseline_of(minor: int, before: Observation, earlier: dict[int, int]) -> int | None:
+    """The baseline of a release on one GPU; None when the driver gave none."""
+    if minor in earlier:
+        return earlier[minor]
+    state = before.gpu(minor)
+    return state.baseline_mib if state else None
+
+
+def excess_mib(state: GpuState, baseline: int | None) -> int:
     """Ghost memory above the baseline of this release and its tolerance; 0 when there is none or no figure.
 
     Without a baseline (the driver was silent before) it counts in full: the stricter reading.
     """
     ghost = state.ghost_mib
-    baseline = before.baseline_mib if before else None
     if ghost is None:
         return 0
     over = ghost - (baseline or 0)
@@ -207,7 +218,11 @@ def excess_mib(state: GpuState, before: GpuState | None) -> int:
 
 
 def _ghost(case: Case) -> Judgement | None:
-    over = {g.info.minor: excess_mib(g, b) for g, b in _states(case) if g.info.minor in case.minors}
+    over = {
+        g.info.minor: excess_mib(g, baseline_of(g.info.minor, case.before, case.baseline_mib))
+        for g, _ in _states(case)
+        if g.info.minor in case.minors
+    }
     over = {minor: mib for minor, mib in over.items() if mib}
     if not over:
         return None
@@ -224,8 +239,8 @@ def _ghost(case: Case) -> Judgement | None:
 
 def _ghost_before(case: Case) -> Judgement | None:
     """Ghost memory that was there before: held only on a GPU that nobody else is attached to (DESIGN 4, Verify)."""
-    for state, before in _states(case):
-        ghost, baseline = state.ghost_mib, before.baseline_mib if before else None
+    for state, _ in _states(case):
+        ghost, baseline = state.ghost_mib, baseline_of(state.info.minor, case.before, case.baseline_mib)
         if ghost is None or baseline is None or state.foreign_clients:
             continue
         if min(ghost, baseline) > state.tolerance_mib:
@@ -255,10 +270,11 @@ _MEMORY_CHECKS = (_gpu_lost, _ghost, _ghost_before, _taken_over)
 
 def _released(case: Case) -> Judgement:
     after = case.after
-    if case.acted or case.known:
+    if case.acted or case.resumed:
         if not case.verify_memory and (silence := driver_silence(after)):
             return judgement(case, "memory-not-verified", detail=silence[1])
-        gone = f"{len(case.known)} holder{'s' if len(case.known) != 1 else ''}"
+        count = len(case.known | case.resumed)
+        gone = f"{count} holder{'s' if count != 1 else ''}"
         return judgement(case, "released", gone=gone, gpus=gpus_text(case, case.minors))
     if not after.driver_present:
         return judgement(case, "no-driver")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hostd.model import Step
+from hostd.model import ProcessRef, RungRecord, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,23 @@ class Options:
     """`4711` in the container's PID namespace or `host:4711`."""
     trigger: str = "cli"
     wait: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a release that was cut off had done, so that its successor repeats nothing."""
+
+    release_id: str
+    vmid: int
+    termed: frozenset[ProcessRef] = frozenset()
+    killed: frozenset[ProcessRef] = frozenset()
+    minors: frozenset[int] = frozenset()
+    baseline_mib: tuple[tuple[int, int], ...] = ()
+    """(GPU minor, baseline) before the first rung of the first attempt."""
+    was_held: bool = False
+    was_at: str = "the first look"
+    started: str = ""
+    rungs: tuple[RungRecord, ...] = ()
 
 
 def rungs_for(options: Options) -> tuple[Rung, ...]:

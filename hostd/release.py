@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from hostd.cancel import Cancel
 from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, RefusedError
 from hostd.events import Listener, Silent
-from hostd.judge import Case, Judgement, Selection, driver_silence, excess_mib, judge
-from hostd.ladder import Options, Rung, rungs_for
+from hostd.judge import Case, Judgement, Selection, baseline_of, driver_silence, excess_mib, judge
+from hostd.ladder import Options, Resume, Rung, rungs_for
 from hostd.model import (
     Fate,
     GpuReport,
@@ -88,6 +88,7 @@ class Release:
         effects: Effects | None = None,
         cancel: Cancel | None = None,
         release_id: str = "",
+        resume: Resume | None = None,
     ) -> None:
         self.sources = sources
         self.subject = subject
@@ -99,6 +100,13 @@ class Release:
         self.selection = Selection()
         self.report = Report(release_id or str(uuid.uuid4()), subject.vmid, options.trigger, dry_run=options.dry_run)
         self.report.started = _utc_now()
+        self.resume = resume
+        self._termed = resume.termed if resume else frozenset[ProcessRef]()
+        self._baseline = dict(resume.baseline_mib) if resume else {}
+        if resume is not None:
+            self.report.release_id = resume.release_id
+            self.report.started = resume.started or self.report.started
+            self.report.rungs += resume.rungs
         self._begun_s = time.monotonic()
 
     # --- the climb ---------------------------------------------------------------------------------------------------
@@ -125,9 +133,11 @@ class Release:
         self._select(first)
         holders = self._selected(first)
         state.minors |= {m for h in holders for m in h.gpus}
-        self.report.was_held = bool(holders)
+        if self.resume is not None:
+            state.minors |= self.resume.minors
+        self.report.was_held = bool(holders) or (self.resume is not None and self.resume.was_held)
         self.listener.observed(self.report, first, holders)
-        if self.options.dry_run or not self._targets(first):
+        if self.options.dry_run or not (self._targets(first) or (self.resume and self.resume.was_held)):
             self._conclude(state, first)
             return
         self._refuse_init(first)
@@ -194,6 +204,8 @@ class Release:
         for pin in pins:
             holder = next(h for h in targets if h.ref == pin.ref)
             state.dealt[holder.ref] = holder
+            if rung.step is Step.TERM and holder.ref in self._termed:
+                continue  # an attempt that was cut off has sent it: a second TERM means "at once" to many programs
             if self.effects.send(pin, SIGNALS[rung.step]):
                 record.sent += 1
             if rung.step is Step.KILL:
@@ -280,7 +292,11 @@ class Release:
         """GPU minor -> MiB above the baseline, of the GPUs that this release verifies."""
         if driver_silence(observation):
             return {}
-        over = {m: excess_mib(s, state.first.gpu(m)) for m in state.minors if (s := observation.gpu(m))}
+        over = {
+            m: excess_mib(s, baseline_of(m, state.first, self._baseline))
+            for m in state.minors
+            if (s := observation.gpu(m))
+        }
         return {minor: mib for minor, mib in over.items() if mib}
 
     def _settle(self, state: _State, observation: Observation) -> Observation:
@@ -403,6 +419,8 @@ class Release:
             respawned=frozenset(state.respawned),
             known=frozenset(state.dealt),
             killed_mib=killed,
+            resumed=self.resume.termed | self.resume.killed if self.resume else frozenset(),
+            baseline_mib=self._baseline,
             falling=state.falling,
             waited_s=time.monotonic() - self._begun_s,
         )
