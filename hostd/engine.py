@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+from hostd import audit
 from hostd.cancel import Cancel
-from hostd.errors import NoSuchContainerError, NotPermittedError, PgrError, UnreadableError
-from hostd.events import Listener
-from hostd.ladder import Options
-from hostd.lock import RUN_DIR, acquire
-from hostd.model import BlindSpot, Report
+from hostd.errors import NoSuchContainerError, NotPermittedError, UnreadableError
+from hostd.events import Fanout, Listener, Silent
+from hostd.ladder import Options, Resume
+from hostd.lock import RUN_DIR, ReleaseLock, acquire
+from hostd.model import BlindSpot
 from hostd.observe import Sources
 from hostd.release import Release, Subject
+from hostd.store import Recorder, Store, parse_resume
+from hostd.system.journal import Journal
 from hostd.system.pve import Pve
 from hostd.verdicts import say
+from hostd.wire import options_dict, report_dict
+
+Json = dict[str, Any]
 
 HIGHEST_VMID = 999_999_999
 """pve-guest ids run from 100 to 999999999 (pve-common, `pve-vmid` format); smaller ones are accepted here."""
@@ -74,60 +82,100 @@ def configured_minors(paths: Iterable[str]) -> frozenset[int]:
     return frozenset(minors)
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a release runs: by whom it was asked for, where it is written down, who listens."""
+
+    owner: str = "cli"
+    """`cli`, `daemon` or `hook`: who finishes the release if this process is killed."""
+    listener: Listener = field(default_factory=Silent)
+    pve: Pve = field(default_factory=Pve)
+    run_dir: str = RUN_DIR
+    journal: Journal | None = None
+    caller_uid: int | None = None
+    caller_pid: int | None = None
+    phase: str = ""
+    on_wait: Callable[[int, float], None] | None = None
+
+
 def perform(
     sources: Sources,
     vmid: int,
     options: Options,
-    listener: Listener,
+    around: Surroundings,
     cancel: Cancel,
     *,
-    pve: Pve | None = None,
-    run_dir: str = RUN_DIR,
     release_id: str = "",
-    on_wait: Callable[[int, float], None] | None = None,
-) -> Report:
-    """One release under the container's lock. Raises PgrError where there is no report to give."""
+) -> Json:
+    """One release under the container's lock, written ahead and in the journal; the result as `wire.report_dict`.
+
+    With the `release_id` of a release that was cut off it goes on with that one; if somebody has finished it meanwhile,
+    that report is the result. Raises PgrError where there is no report to give.
+    """
     sources.nvml.start()
-    subject, spots = find_subject(sources, vmid, pve or Pve())
+    subject, spots = find_subject(sources, vmid, around.pve)
     if options.dry_run:
-        return _climb(sources, subject, options, listener, cancel, release_id, spots)
-    lock = _lock(vmid, options, run_dir, cancel, on_wait)
+        release = Release(sources, subject, options, around.listener, cancel=cancel, release_id=release_id)
+        return _run(release, spots)
+    store = Store(around.run_dir)
+    lock = _lock(vmid, options, around, cancel)
     try:
-        return _climb(sources, subject, options, listener, cancel, release_id, spots)
+        record = store.read(release_id) if release_id else None
+        if record is not None and record.get("report") is not None:
+            return dict(record["report"])
+        resume = parse_resume(record) if record is not None else None
+        return _written_ahead(sources, subject, options, around, cancel, release_id, spots, resume)
     finally:
-        lock()
+        lock.close()
 
 
-def _climb(
+def _written_ahead(
     sources: Sources,
     subject: Subject,
     options: Options,
-    listener: Listener,
+    around: Surroundings,
     cancel: Cancel,
     release_id: str,
     spots: list[BlindSpot],
-) -> Report:
-    report = Release(sources, subject, options, listener, cancel=cancel, release_id=release_id).run()
-    report.blind_spots += spots
-    return report
+    resume: Resume | None,
+) -> Json:
+    recorder = Recorder(Store(around.run_dir), around.owner, options_dict(options))
+    listeners: list[Listener] = [recorder]
+    trail = None
+    if around.journal is not None:
+        trail = audit.Trail(
+            around.journal.send,
+            phase=around.phase,
+            caller_uid=around.caller_uid,
+            caller_pid=around.caller_pid,
+        )
+        listeners.append(trail)
+    fanout = Fanout(*listeners, around.listener)
+    release = Release(sources, subject, options, fanout, cancel=cancel, release_id=release_id, resume=resume)
+    if trail is not None and resume is not None and around.journal is not None:
+        context = audit.Context(vmid=subject.vmid, release_id=resume.release_id, trigger=options.trigger)
+        around.journal.send(audit.resumed(context, resume.was_at))
+    result = _run(release, spots)
+    if trail is not None and around.journal is not None and recorder.missing:
+        around.journal.send(audit.record_missing(trail.context, recorder.missing))
+    return result
 
 
-def _lock(
-    vmid: int, options: Options, run_dir: str, cancel: Cancel, on_wait: Callable[[int, float], None] | None
-) -> Callable[[], None]:
+def _run(release: Release, spots: list[BlindSpot]) -> Json:
+    release.report.blind_spots += spots
+    return report_dict(release.run())
+
+
+def _lock(vmid: int, options: Options, around: Surroundings, cancel: Cancel) -> ReleaseLock:
     try:
-        lock = acquire(
+        return acquire(
             vmid,
             wait=options.wait,
             timeout_s=options.limits.timeout_s,
-            run_dir=run_dir,
-            on_wait=on_wait,
+            run_dir=around.run_dir,
+            on_wait=around.on_wait,
             check=cancel.check,
         )
     except OSError as exc:
         message, step = say("cannot-look", detail=f"cannot take the lock of container {vmid}: {exc}")
         raise UnreadableError(message, next_step=step, vmid=vmid) from exc
-    return lock.close
-
-
-__all__ = ["PgrError", "configured_minors", "find_subject", "perform", "require_root"]

@@ -7,9 +7,11 @@ Text from inside containers is passed on as it is, made valid UTF-8 only (`surro
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from hostd.errors import PgrError
+from hostd.errors import PgrError, UsageError
+from hostd.ladder import Limits, Options
 from hostd.model import (
     BlindSpot,
     Evidence,
@@ -200,4 +202,48 @@ def ps_dict(observations: Iterable[Holder], gpus: Iterable[GpuState], blind: Ite
     }
 
 
-__all__ = ["Observation", "error_dict", "ps_dict", "releases_dict", "report_dict", "status_of"]
+_FLAGS = ("now", "dry_run", "stop", "stop_units", "reset", "verify_memory", "wait")
+_TEXTS = ("gpu", "pid", "trigger")
+_SECONDS = ("grace_s", "timeout_s")
+
+
+def options_dict(options: Options) -> Json:
+    """The options of a release as Varlink's ReleaseOptions has them."""
+    result: Json = {name: getattr(options, name) for name in (*_FLAGS, *_TEXTS)}
+    return result | {name: getattr(options.limits, name) for name in _SECONDS}
+
+
+def parse_options(values: Json, limits: Limits) -> Options:
+    """The inverse, over configured `limits`; absent or null: as configured. Raises UsageError naming the key."""
+    known = {*_FLAGS, *_TEXTS, *_SECONDS}
+    for name in values:
+        if name not in known:
+            raise UsageError(f"cannot use options.{name}: no such option")
+    picked: Json = {}
+    for name, kinds in (*((n, (bool,)) for n in _FLAGS), *((n, (str,)) for n in _TEXTS)):
+        value = values.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, kinds):
+            raise UsageError(f"cannot use options.{name}: expected {kinds[0].__name__}, got {value!r}")
+        picked[name] = value
+    for name in _SECONDS:
+        number = values.get(name)
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= 86_400:
+            raise UsageError(f"cannot use options.{name}: expected seconds from 0 to 86400, got {number!r}")
+        limits = replace(limits, grace_s=number) if name == "grace_s" else replace(limits, timeout_s=number)
+    return Options(limits=limits, **picked)
+
+
+__all__ = [
+    "Observation",
+    "error_dict",
+    "options_dict",
+    "parse_options",
+    "ps_dict",
+    "releases_dict",
+    "report_dict",
+    "status_of",
+]

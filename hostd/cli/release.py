@@ -12,7 +12,7 @@ from hostd.cli.common import add_common_options, fail, print_json, seconds, vmid
 from hostd.cli.render import EventListener, Renderer
 from hostd.errors import InterruptedRelease, PgrError
 from hostd.ladder import Limits, Options
-from hostd.wire import error_dict, releases_dict, report_dict, status_of
+from hostd.wire import error_dict, releases_dict, status_of
 
 NAME = "release"
 HELP = (
@@ -98,11 +98,17 @@ def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Js
         return error_dict(exc, number)
 
 
-def in_process(number: int, options: Options, emit: Callable[[Json], None], note: Callable[[str], None]) -> Json:
+def in_process(
+    number: int, options: Options, emit: Callable[[Json], None], note: Callable[[str], None], release_id: str = ""
+) -> Json:
     """The whole release in this process, under the same lock as the daemon's."""
+    import os
+
+    from hostd.audit import entries_dropped
     from hostd.cancel import Cancel
-    from hostd.engine import perform
+    from hostd.engine import Surroundings, perform
     from hostd.observe import open_sources
+    from hostd.system.journal import Journal
 
     cancel = Cancel()
     cancel.install(signal.SIGINT, signal.SIGTERM)
@@ -110,19 +116,27 @@ def in_process(number: int, options: Options, emit: Callable[[Json], None], note
     sources = open_sources(
         nvml_deadline_s=options.limits.nvml_deadline_s, read_deadline_s=options.limits.read_deadline_s
     )
+    journal = Journal(on_drop=entries_dropped)
 
     def waits(pid: int, since_s: float) -> None:
         if since_s < 1:
             owner = f" (pid {pid})" if pid else ""
             note(f"container {number}: waiting for another release of it{owner}")
 
+    around = Surroundings(
+        listener=EventListener(emit),
+        journal=journal,
+        caller_uid=os.getuid(),
+        caller_pid=os.getpid(),
+        on_wait=waits,
+    )
     try:
-        report = perform(sources, number, options, EventListener(emit), cancel, on_wait=waits)
-        return report_dict(report)
+        return perform(sources, number, options, around, cancel, release_id=release_id)
     except InterruptedRelease as exc:
         return error_dict(exc, number)
     finally:
         sources.close()
+        journal.close()
         cancel.close()
 
 

@@ -324,7 +324,11 @@ class Server:
 
     def _on_listener(self, _events: int) -> None:
         for _ in range(64):
-            if self._listener is None or not self._make_room():
+            if self._listener is None:
+                return
+            full = len(self._connections) >= self.limits.connections
+            if full and not any(connection.idle for connection in self._connections.values()):
+                self._accept(False)  # until one leaves or is idle
                 return
             try:
                 sock, _address = self._listener.accept()
@@ -337,19 +341,16 @@ class Server:
                     self._accept(False)
                     self.call_at(time.monotonic() + 1.0, self._resume_accepting)
                 return
+            if full:
+                self._evict()
             self._welcome(sock)
 
-    def _make_room(self) -> bool:
-        """True when one more client may come; else accepting pauses until one leaves."""
-        if len(self._connections) < self.limits.connections:
-            return True
-        idle = [c for c in self._connections.values() if c.idle]
-        if not idle:
-            self._accept(False)
-            return False
-        self.refused += 1
-        self._drop(min(idle, key=lambda c: (not c.stranger, c.deadline or math.inf)))
-        return True
+    def _evict(self) -> None:
+        """Close the longest idle client, strangers first."""
+        idle = [connection for connection in self._connections.values() if connection.idle]
+        if idle:
+            self.refused += 1
+            self._drop(min(idle, key=lambda c: (not c.stranger, c.deadline or math.inf)))
 
     def _welcome(self, sock: socket.socket) -> None:
         sock.setblocking(False)

@@ -1,7 +1,7 @@
 """Entries back from the journal, or from a file exported from one: `systemd.journal.Reader`, else `journalctl`.
 
-Only entries that journald itself marks as sent by root are answered (`_UID=0`): anybody on the host may send an entry that
-looks like ours, but nobody can choose the fields that begin with an underscore (systemd.journal-fields(7)).
+Only entries that journald itself marks as sent by root are answered (`_UID=0`): anybody on the host may send an entry
+that looks like ours, but nobody can choose the fields that begin with an underscore (systemd.journal-fields(7)).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def follow(matches: Matches, *, lines: int, output: IO[str]) -> Iterator[Record]
 
 
 def read_file(path: str, matches: Matches) -> Iterator[Record]:
-    """Trusted entries of a journal file, or of the output of `journalctl -o export` or `-o json`, in the file's order."""
+    """Trusted entries of a journal file, or of what `journalctl -o export` or `-o json` wrote, in the file's order."""
     wanted = {**matches, "_UID": "0"}
     try:
         with open(path, "rb") as stream:
@@ -270,7 +270,7 @@ def _end_of_entry(data: bytes) -> int:
 
 
 def parse_export(stream: IO[bytes]) -> Iterator[Record]:
-    """`journalctl -o export`, https://systemd.io/JOURNAL_EXPORT_FORMATS/. Raises JournalUnreadableError on anything else."""
+    """`journalctl -o export`, https://systemd.io/JOURNAL_EXPORT_FORMATS/; anything else is a JournalUnreadableError."""
     fields: dict[str, list[str]] = {}
     while line := stream.readline(MAX_FIELD):
         data = line.rstrip(b"\n")
@@ -354,7 +354,7 @@ def _from_json(value: object) -> Record:
 
 
 def _json_values(value: object) -> list[str]:
-    """journalctl writes text, a list of texts for a repeated field, a list of numbers for bytes, null for what is too long."""
+    """journalctl writes text, a list for a repeated field, a list of numbers for bytes, null for what is too long."""
     if value is None:
         return []
     if isinstance(value, list):
