@@ -41,14 +41,16 @@ MASKED_IN_NODE = (
     "lxc.service lxc-net.service lxc-monitord.service systemd-networkd-wait-online.service systemd-resolved.service "
     "apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer "
     "man-db.timer systemd-tmpfiles-clean.timer console-getty.service getty.target getty-static.service "
-    "systemd-update-utmp.service systemd-pstore.service systemd-timesyncd.service systemd-firstboot.service"
+    "systemd-update-utmp.service systemd-pstore.service systemd-timesyncd.service systemd-firstboot.service "
+    "systemd-networkd.service systemd-networkd.socket nftables.service dev-hugepages.mount sys-kernel-debug.mount "
+    "sys-kernel-tracing.mount sys-kernel-config.mount"
 ).split()
 MASKED_IN_CT = (
     "apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer "
     "systemd-tmpfiles-clean.timer console-getty.service getty.target getty-static.service systemd-udevd.service "
     "systemd-udev-trigger.service systemd-update-utmp.service systemd-pstore.service systemd-timesyncd.service "
     "systemd-logind.service systemd-firstboot.service systemd-journal-flush.service sys-kernel-debug.mount "
-    "sys-kernel-tracing.mount dev-hugepages.mount dev-mqueue.mount"
+    "sys-kernel-tracing.mount sys-kernel-config.mount dev-hugepages.mount dev-mqueue.mount systemd-sysctl.service"
 ).split()
 DROPPED = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*", "/usr/share/info/*")
 
@@ -61,8 +63,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("PGR_NODE_CACHE") or "/var/cache/pve-gpu-release-nodes")
 
 
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
 def recipe_hash() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return digest(Path(__file__))
 
 
 def tree_path(suite: str) -> Path:
@@ -153,8 +159,13 @@ def finish_container(tree: Path) -> None:
     mask(tree, MASKED_IN_CT)
     (tree / "etc/hostname").write_text("ct\n")
     (tree / "etc/machine-id").write_text("")
-    (tree / "etc/systemd/journald.conf.d").mkdir(parents=True, exist_ok=True)
-    (tree / "etc/systemd/journald.conf.d/volatile.conf").write_text("[Journal]\nStorage=volatile\nRuntimeMaxUse=4M\n")
+    settings = {
+        "journald.conf.d/volatile.conf": "[Journal]\nStorage=volatile\nRuntimeMaxUse=4M\n",
+        "system.conf.d/impatient.conf": "[Manager]\nDefaultTimeoutStopSec=3s\n",  # also its last SIGTERM before SIGKILL
+    }
+    for name, text in settings.items():
+        (tree / "etc/systemd" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / "etc/systemd" / name).write_text(text)
     for junk in ("var/cache/apt", "var/lib/apt/lists"):
         shutil.rmtree(tree / junk, ignore_errors=True)
         (tree / junk).mkdir()

@@ -31,9 +31,6 @@ PR_SET_PDEATHSIG = 1
 FITHAW = 0xC0045878
 BOOT_TIMEOUT = 60
 DATA = Path(__file__).resolve().parent / "data/root"
-# What stands in for NVIDIA's nodes: virtual consoles and their text device, which nobody else uses (NODE.md 1).
-GPU_NODES = {"nvidia0": (4, 50), "nvidia1": (4, 51), "nvidiactl": (4, 55), "nvidia-uvm": (7, 50)}
-GPUS = {"0000:41:00.0": (50, "GPU-00000050-aaaa-bbbb-cccc-000000000050"), "0000:c1:00.0": (51, "GPU-00000051-aaaa-bbbb-cccc-000000000051")}
 
 
 class KeeperError(Exception):
@@ -46,20 +43,6 @@ def cgroup2_root() -> Path:
         if rest.split()[0] == "cgroup2":
             return Path(fields.split()[4])
     raise KeeperError("cannot boot a node: no cgroup2 mount on this machine")
-
-
-def devices_text() -> str:
-    """/proc/devices with majors 4 and 7 named as NVIDIA's."""
-    lines = []
-    for line in Path("/proc/devices").read_text().splitlines():
-        major, _, name = line.strip().partition(" ")
-        if not name.startswith("nvidia") and major not in ("4", "7"):
-            lines.append(line)
-        if line.startswith("Character"):
-            lines += ["  4 nvidia", "  7 nvidia-uvm"]
-        if line.startswith("Block"):
-            lines.append("  7 loop")
-    return "\n".join(lines) + "\n"
 
 
 def private_mounts() -> None:
@@ -100,7 +83,6 @@ class Keeper:
         self.lay_out_pve(upper / "etc/pve")
         for mount_point in ("usr/share/pve-node/ct", "usr/share/pve-node/ct-unpriv", "usr/share/pve-node/ct-tools", "shared"):
             (upper / mount_point).mkdir(parents=True)
-        (upper / "usr/share/pve-node/devices").write_text(devices_text())
         options = f"lowerdir={self.tree}/node,upperdir={upper},workdir={self.files}/work"
         mount("-t", "overlay", "node", "-o", options, str(self.files / "merged"))
 
@@ -175,24 +157,12 @@ class Keeper:
         return cgroup2_root() / own.removesuffix("/init.scope").strip("/")
 
     def furnish(self, leader: int) -> None:
-        """Device nodes, /proc/driver/nvidia, and a full /proc so that unprivileged containers may mount theirs."""
-        script = ["set -e", "mount --bind /usr/share/pve-node/devices /proc/devices"]
-        for name, (major, minor) in GPU_NODES.items():
-            script.append(f"mknod -m 666 /dev/{name} c {major} {minor}")
-        script += ["mount -t tmpfs -o mode=755 driver /proc/driver", "mkdir -p /proc/driver/nvidia/gpus"]
-        script.append("echo 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159  stand-in' > /proc/driver/nvidia/version")
-        for pci, (minor, uuid) in GPUS.items():
-            directory = f"/proc/driver/nvidia/gpus/{pci}"
-            text = f"Model: \\t\\t NVIDIA H200\\nGPU UUID: \\t {uuid}\\nBus Location: \\t {pci}\\nDevice Minor: \\t {minor}\\n"
-            script.append(f"mkdir -p {directory}; printf '{text}' > {directory}/information")
-        script += ["mkdir -p /dev/.lxc/proc /dev/.lxc/sys", "mount -t proc proc /dev/.lxc/proc", "mount -t sysfs sysfs /dev/.lxc/sys"]
-        enter = ["nsenter", "-t", str(leader), "-m", "-p", "-u", "-i", "-n", "-C", "--", "sh", "-c", "\n".join(script)]
+        """A /proc and a /sys with nothing mounted over, without which the kernel lets no unprivileged container have its own."""
+        script = "mkdir -p /dev/.lxc/proc /dev/.lxc/sys; mount -t proc proc /dev/.lxc/proc; mount -t sysfs sysfs /dev/.lxc/sys"
+        enter = ["nsenter", "-t", str(leader), "-m", "-p", "-u", "-i", "-n", "-C", "--", "sh", "-ec", script]
         done = subprocess.run(enter, capture_output=True, text=True, check=False)
         if done.returncode:
             raise KeeperError(f"cannot furnish the node: {done.stderr}")
-        # vcs50 (major 7) opens only once its console exists; opening tty50 makes it.
-        with contextlib.suppress(OSError):
-            os.close(os.open("/dev/tty50", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
 
     # -- tear-down
 

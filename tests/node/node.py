@@ -5,9 +5,9 @@
         ct = node.add_container(129, gpus=(0, 1))                # /etc/pve/lxc/129.conf, started by nobody yet
         ct.hookscript("local:snippets/pve-gpu-release")          # = pct set 129 -hookscript ...
         node.pct("start", 129)                                   # CompletedProcess[str]; raises NodeError unless check=False
-        holder = ct.hold(open=["/dev/nvidia0"], alloc=[(50, 4096)], ignore_term=True)
+        holder = ct.hold(open=("/dev/nvidia0",), alloc=("50:4096:compute",), ignore_term=True)
         node.pct("stop", 129)
-        assert holder.gone(timeout=5)
+        holder.wait_gone(5)
         for entry in node.journal(PVE_VMID="129"): ...
 
 Running things
@@ -27,8 +27,8 @@ Containers
     ct.attach(argv)  ct.attach_popen(argv)                lxc-attach
     ct.running  ct.init_pid  ct.host_init_pid  ct.monitor_pid  ct.config  ct.root (a host path)
     ct.processes()                                        pids (of the node) in lxc/VMID and below
-    ct.hold(**options) -> Holder                          a process of tests/embedded's holder.c inside the container
-GPUs (stand-ins: tests/embedded/nvml): node.gpus, node.misbehave(key, value), node.misbehave(key, None)
+    ct.hold(**fields of Holder) -> GpuHolder              a holder inside, see tests/embedded/process.py
+GPUs (the stand-ins of tests/embedded): node.gpus, node.control(KEY=VALUE), node.clear_control(), node.hold(Holder(...))
 Stuck tasks
     with node.frozen() as frozen: ...                     an ext4 that is frozen: touching it is D state; frozen.thaw()
 
@@ -41,15 +41,12 @@ Nothing here works without root, cgroup v2 and systemd-nspawn: `requirement()` s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import select
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -60,7 +57,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tests.embedded import process
 from tests.node import build, keeper
+from tests.embedded.node import Gpu
+from tests.node.standin import GPU_NODES, GpuHolder, GpuStandin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_CGROUP = "user.slice/user-0.slice/session-1.scope"
@@ -89,17 +89,6 @@ def requirement() -> str | None:
     if shutil.which("systemd-nspawn") is None and shutil.which("apt-get") is None:
         return "the virtual node needs systemd-nspawn"
     return None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One stand-in GPU."""
-
-    index: int
-    minor: int
-    uuid: str
-    pci: str
-    node: str
 
 
 @dataclass(frozen=True)
@@ -164,9 +153,12 @@ class NodeProcess:
 class VirtualNode:
     """One booted node. Use as a context manager."""
 
-    def __init__(self, suite: str | None = None) -> None:
+    def __init__(self, suite: str | None = None, *, driver: bool = True, nvml: str = "current") -> None:
+        """`driver` False: a node without NVIDIA. `nvml`: "current", "old" (no _v3 lists) or "none" (library missing)."""
         self.suite = suite or os.environ.get("SUITE") or "bookworm"
         self.name = uuid.uuid4().hex[:8]
+        self.driver = driver
+        self.nvml = nvml
         self.leader = 0
         self.cgroup_dir = Path()
         self.containers: dict[int, Container] = {}
@@ -196,14 +188,16 @@ class VirtualNode:
             raise NodeError(answer["error"])
         self.leader = answer["ready"]["leader"]
         self.cgroup_dir = Path(answer["ready"]["payload"])
-        self._make_session_cgroup(DEFAULT_CGROUP)
-        self._install_gpu_standins()
+        self._make_cgroup(DEFAULT_CGROUP)
+        self.standin = GpuStandin(self, self.nvml, self.driver)
 
     def stop(self) -> None:
         """Take everything down. Raises NodeError when something would not go."""
         if not self._keeper:
             return
         assert self._keeper.stdin and self._keeper.stdout
+        if self.leader:
+            self.standin.close()
         self._keeper.stdin.close()
         rest = self._keeper.stdout.read()
         self._keeper.stdout.close()
@@ -214,14 +208,14 @@ class VirtualNode:
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
-    def _make_session_cgroup(self, cgroup: str) -> Path:
+    def _make_cgroup(self, cgroup: str) -> Path:
         directory = self.cgroup_dir / cgroup.strip("/")
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
     def _command(self, argv: Sequence[str | Path | int], cgroup: str, cwd: str, only_mount: bool = False) -> list[str]:
         """sh joins the cgroup, nsenter joins the namespaces; the order matters, the cgroup path is the host's."""
-        procs = self._make_session_cgroup(cgroup) / "cgroup.procs"
+        procs = self._make_cgroup(cgroup) / "cgroup.procs"
         enter = ["nsenter", "-t", str(self.leader), "-m", *([] if only_mount else ["-p", "-u", "-i", "-n", "-C"])]
         words = [str(word) for word in argv]
         return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(procs), *enter, f"--wdns={cwd}", "--", *words]
@@ -329,6 +323,10 @@ class VirtualNode:
         """The pid in the node's PID namespace (second level of NSpid counted from the node's own depth)."""
         return self._pid_at(host_pid, self._depth())
 
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.standin.gpus
+
     def host_pid(self, node_pid: int) -> int:
         """This machine's pid for a pid of the node."""
         depth = self._depth()
@@ -366,6 +364,12 @@ class VirtualNode:
             with contextlib.suppress(NodeError):
                 found.append(self.node_pid(pid))
         return sorted(found)
+
+    def move(self, host_pids: Sequence[int], cgroup: str) -> None:
+        """Put processes (pids of this machine) into a cgroup of the node, which is made if need be."""
+        directory = self._make_cgroup(cgroup)
+        for pid in host_pids:
+            (directory / "cgroup.procs").write_text(str(pid))
 
     def populated(self, cgroup: str) -> bool:
         """Whether anything lives there; False when there is no such cgroup."""
@@ -414,25 +418,16 @@ class VirtualNode:
 
     # ---- GPUs ------------------------------------------------------------------------------------------------------
 
-    @property
-    def gpus(self) -> list[Gpu]:
-        return [Gpu(index, minor, identity, pci, f"/dev/nvidia{index}")
-                for index, (pci, (minor, identity)) in enumerate(keeper.GPUS.items())]
+    def control(self, **settings: object) -> None:
+        """Make the stand-in driver misbehave; the keys are those of tests/embedded/node.py. None takes one back."""
+        self.standin.control(**settings)
 
-    def _install_gpu_standins(self) -> None:
-        from tests.node import standin
+    def clear_control(self) -> None:
+        self.standin.clear_control()
 
-        standin.install(self)
-
-    def misbehave(self, key: str, value: str | int | None) -> None:
-        """Set (or with None remove) a line of the stand-in driver's control file."""
-        path = self.host_path("/run/nvidia-standin/control")
-        lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] != key]
-        if value is not None:
-            lines.append(f"{key} {value}")
-        temporary = path.with_name(".control")
-        temporary.write_text("\n".join(lines) + "\n")
-        temporary.rename(path)
+    def hold(self, holder: process.Holder, *, cgroup: str = "system.slice/job.service", prefix: Sequence[str] = ()) -> GpuHolder:
+        """A process of the host (no container) that holds GPUs."""
+        return self.standin.hold(holder, list(prefix), cgroup)
 
     # ---- containers ------------------------------------------------------------------------------------------------
 
@@ -460,7 +455,7 @@ class VirtualNode:
             else:
                 more += [f"lxc.mount.entry: /dev/{name} dev/{name} none bind,optional,create=file" for name in nodes]
                 more += [f"lxc.cgroup2.devices.allow: c {major}:{minor} rwm"
-                         for major, minor in (keeper.GPU_NODES[name] for name in nodes)]
+                         for major, minor in (GPU_NODES[name] for name in nodes)]
         text = "".join(f"{key}: {value}\n" for key, value in sorted(lines.items())) + "".join(f"{line}\n" for line in more)
         self.write(container.config_path, text, 0o640)
         self.run(["/usr/bin/python3", "-Es", "-c", WRITE_LXC_CONFIG, vmid])
@@ -573,11 +568,20 @@ class Container:
         self.node.run(["lxc-attach", "-n", str(self.vmid), "--", "systemctl", "is-system-running", "--wait"], check=False,
                       timeout=timeout)
 
-    def hold(self, *, role: str | None = None, options: Sequence[str] = (), **spec: Any) -> Holder:
-        """Run a holder inside (lxc-attach); see standin.Holder for what it can be told."""
-        from tests.node import standin
+    def hold(self, holder: process.Holder | None = None, *, options: Sequence[str] = (), prefix: Sequence[str] = (),
+             cgroup: str | None = None, **spec: Any) -> GpuHolder:
+        """Run a holder inside, through lxc-attach; returns when all its processes are ready.
 
-        return standin.hold(self, options, role, spec)
+        `holder` or its fields as keywords (tests/embedded/process.py). `options` are lxc-attach's; `prefix` is put before
+        the program (["unshare", "--pid", "--fork", "--mount-proc"] for a nested namespace); `cgroup` (below lxc/VMID/ns,
+        e.g. "system.slice/vllm.service") is where the whole family is moved once it is ready.
+        """
+        description = holder or process.Holder(**spec)
+        command = ["lxc-attach", "-n", str(self.vmid), *options, "--", *prefix]
+        started = self.node.standin.hold(description, command, DEFAULT_CGROUP)
+        if cgroup:
+            self.node.move(started.live_outer_pids, f"{self.cgroup}/ns/{cgroup}")
+        return started
 
 
 @dataclass
@@ -614,32 +618,6 @@ class FrozenFileSystem:
         self.thaw()
         self.node.run(["umount", "-l", self.PATH], check=False)
         subprocess.run(["losetup", "-d", self.device], capture_output=True, check=False)
-
-
-@dataclass
-class Holder:
-    """A process tree that holds GPUs; pids by role, as this machine and as the node see them."""
-
-    popen: NodeProcess
-    host_pids: dict[str, int]
-    node_pids: dict[str, int]
-
-    @property
-    def pid(self) -> int:
-        return next(iter(self.node_pids.values()))
-
-    @property
-    def host_pid(self) -> int:
-        return next(iter(self.host_pids.values()))
-
-    def gone(self, timeout: float = 10) -> bool:
-        """Whether all of them end within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        return all(wait_exit(pid, deadline - time.monotonic()) for pid in self.host_pids.values())
-
-    @property
-    def alive(self) -> bool:
-        return not self.gone(0)
 
 
 def ns_pids(host_pid: int) -> list[int]:

@@ -20,6 +20,8 @@ LXC_DIR = Path("/var/lib/lxc")
 IMAGES = Path("/var/lib/vz/images")
 BASE = Path("/usr/share/pve-node")
 LOCK_TIMEOUT = 10
+# What common.conf allows; userns.conf drops it, and a list with the GPUs alone would shut out /dev/null.
+COMMON_DEVICES = ("1:3", "1:5", "1:7", "1:8", "1:9", "5:0", "5:1", "5:2", "136:*", "10:229")
 NOT_PASSED_ON = {"lxc.hook.start-host"}
 
 
@@ -122,7 +124,9 @@ def lxc_lines(config: Config) -> list[str]:
     ]
     if config.unprivileged:
         lines += ["lxc.include = /usr/share/lxc/config/userns.conf"]
-        lines += ["lxc.idmap = u 0 100000 65536", "lxc.idmap = g 0 100000 65536"]
+        lines += ["lxc.idmap = u 0 100000 65536", "lxc.idmap = g 0 100000 65536", "lxc.cgroup2.devices.deny = a"]
+        lines += ["lxc.cgroup2.devices.allow = c *:* m", "lxc.cgroup2.devices.allow = b *:* m"]
+        lines += [f"lxc.cgroup2.devices.allow = c {number} rwm" for number in COMMON_DEVICES]
     lines += [
         "lxc.apparmor.profile = unconfined",
         "lxc.monitor.unshare = 1",
@@ -131,6 +135,9 @@ def lxc_lines(config: Config) -> list[str]:
         f"lxc.rootfs.path = {LXC_DIR}/{vmid}/rootfs",
         "lxc.net.0.type = empty",
     ]
+    # The stand-in driver's state, for holders inside (tests/embedded); a /run of its own keeps systemd from hiding it.
+    lines += ["lxc.mount.entry = tmpfs run tmpfs rw,nosuid,nodev,mode=755,create=dir"]
+    lines += ["lxc.mount.entry = /run/nvidia-standin run/nvidia-standin none rbind,optional,create=dir"]
     for path, _ in config.devices():
         try:
             rdev = os.stat(path).st_rdev
