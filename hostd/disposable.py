@@ -214,11 +214,6 @@ def _run_child(
 def _default_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            continue
-        try:
-            if signal.getsignal(number) is not signal.SIG_DFL:
-                signal.signal(number, signal.SIG_DFL)
-        except (OSError, ValueError):
-            pass  # reserved by the C library
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)  # those set from C (faulthandler) too
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

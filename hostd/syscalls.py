@@ -246,6 +246,7 @@ def proc_by_entering(ns_fd: int, deadline_s: float = 2.0) -> int:
         poll = select.poll()
         poll.register(ours, select.POLLIN)
         if not poll.poll(deadline_s * 1000):
+            os.kill(child, signal.SIGKILL)
             raise TimeoutError(errno.ETIMEDOUT, "cannot get a procfs from inside the PID namespace in time")
         data, fds, _, _ = socket.recv_fds(ours, 16, 1)
         if not fds:
@@ -258,8 +259,26 @@ def proc_by_entering(ns_fd: int, deadline_s: float = 2.0) -> int:
         return _readable(fds[0])
     finally:
         ours.close()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)  # it only forks, sends and waits: never in D state for long
+        _end_after(child, deadline_s)
+
+
+def _end_after(child: int, patience_s: float) -> None:
+    """Let a child of ours end by itself, so that the one inside is gone from the namespace too; kill it if it does not.
+
+    It only forks, sends and waits: it is never in D state for long.
+    """
+    import select
+    import signal
+
+    pidfd = os.pidfd_open(child)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(patience_s * 1000):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    finally:
+        os.close(pidfd)
 
 
 def _enter_and_send(ns_fd: int, sock: object) -> None:

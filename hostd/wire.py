@@ -20,6 +20,7 @@ from hostd.model import (
     Holder,
     HolderReport,
     Observation,
+    Process,
     Report,
     RungRecord,
     Stuck,
@@ -37,6 +38,17 @@ def clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return text
+
+
+def process_dict(process: Process) -> Json:
+    """A process of `map`."""
+    return {
+        "pid": process.pid,
+        "ns_pids": list(process.ns_pids),
+        "start_time": process.start_time,
+        "comm": clean(process.comm),
+        "cgroup": clean(process.cgroup),
+    }
 
 
 def holder_dict(holder: Holder) -> Json:
@@ -179,7 +191,7 @@ def status_of(result: Json) -> int:
 def observed_event(observation: Observation, holders: Iterable[Holder]) -> Json:
     return {
         "event": "observed",
-        "holders": [holder_dict(h) for h in holders],
+        "holders": [holder_dict(h) | {"vmid": h.vmid} for h in holders],
         "gpus": [gpu_state_dict(g) for g in observation.gpus],
         "blind_spots": [blind_spot_dict(b) for b in observation.blind_spots],
     }

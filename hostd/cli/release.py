@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hostd.cli.common import add_common_options, fail, print_json, seconds, vmid
-from hostd.cli.render import EventListener, Renderer
+from hostd.cli.render import Renderer
 from hostd.errors import InterruptedRelease, PgrError
 from hostd.ladder import Limits, Options
+from hostd.stream import EventListener
 from hostd.wire import error_dict, releases_dict, status_of
 
 NAME = "release"

@@ -1,0 +1,222 @@
+"""What the daemon's methods do: parsed in the daemon, performed in a forked worker with the same code as the CLI's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hostd import __version__
+from hostd.audit import entries_dropped
+from hostd.config import Config, ContainerSettings, ResetPolicy
+from hostd.engine import Surroundings, find_subject, perform, require_root
+from hostd.judge import DETAIL_ONLY
+from hostd.ladder import Options
+from hostd.nodeview import look_at_node
+from hostd.observe import ContainerView, Sources, open_sources
+from hostd.service.interface import INTERFACE
+from hostd.service.varlink import Params, invalid_parameter
+from hostd.service.worker import Context, Emit, Forked
+from hostd.status import node_status
+from hostd.stream import EventListener
+from hostd.system.journal import Journal
+from hostd.system.pve import Pve
+from hostd.wire import process_dict, ps_dict
+
+Json = dict[str, Any]
+HIGHEST_VMID = 999_999_999
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequest:
+    vmid: int
+    options: Options
+    release_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookRequest:
+    vmids: tuple[int, ...]
+    pid: int = 0
+    daemon: Json | None = None
+    nvml_deadline_s: float = 10.0
+
+
+class Api:
+    """Builds the method table. `config()` is the configuration in force, `facts()` what Status says of the daemon."""
+
+    def __init__(self, config: Callable[[], Config], facts: Callable[[], Json]) -> None:
+        self._config = config
+        self._facts = facts
+
+    def methods(self) -> dict[str, Forked]:
+        return {
+            f"{INTERFACE}.Release": Forked(self.parse_release, run_release, graceful=True, streams=True),
+            f"{INTERFACE}.Verify": Forked(self.parse_verify, run_release, streams=True, lane="look"),
+            f"{INTERFACE}.Observe": Forked(self.parse_observe, run_observe, lane="look"),
+            f"{INTERFACE}.Map": Forked(self.parse_map, run_map, lane="look"),
+            f"{INTERFACE}.Status": Forked(self.parse_status, run_status, lane="look"),
+        }
+
+    def parse_release(self, params: Params) -> ReleaseRequest:
+        vmid = params.integer("vmid", 1, HIGHEST_VMID)
+        release_id = params.text_or("release_id", "", 36)
+        if release_id and not all(c in "0123456789abcdef-" for c in release_id):
+            raise invalid_parameter("release_id", "expected a UUID in lower case")
+        settings = self._config().for_container(vmid)
+        options = release_options(params.section("options"), settings)
+        params.no_others()
+        return ReleaseRequest(vmid, options, release_id)
+
+    def parse_verify(self, params: Params) -> ReleaseRequest:
+        vmid = params.integer("vmid", 1, HIGHEST_VMID)
+        options = Options(
+            limits=self._config().for_container(vmid).limits,
+            gpu=params.text_or("gpu", None),
+            pid=params.text_or("pid", None),
+            verify_memory=params.flag_or("verify_memory", True),
+            dry_run=True,
+            trigger="verify",
+        )
+        params.no_others()
+        return ReleaseRequest(vmid, options, "")
+
+    def parse_observe(self, params: Params) -> LookRequest:
+        vmids = params.integers_or("vmids", (), 1, HIGHEST_VMID)
+        params.no_others()
+        return LookRequest(vmids, nvml_deadline_s=self._config().nvml.deadline_s)
+
+    def parse_map(self, params: Params) -> LookRequest:
+        request = LookRequest((params.integer("vmid", 1, HIGHEST_VMID),), params.integer("pid", 1, 1 << 22))
+        params.no_others()
+        return request
+
+    def parse_status(self, params: Params) -> LookRequest:
+        params.no_others()
+        return LookRequest((), daemon=self._facts(), nvml_deadline_s=self._config().nvml.deadline_s)
+
+
+def release_options(given: Params, settings: ContainerSettings) -> Options:
+    """ReleaseOptions over what is configured for the container."""
+    limits = settings.limits
+    options = Options(
+        limits=replace(
+            limits,
+            grace_s=given.number_or("grace_s", limits.grace_s, 0, 86_400),
+            timeout_s=given.number_or("timeout_s", limits.timeout_s, 0, 86_400),
+        ),
+        now=given.flag_or("now", False),
+        dry_run=given.flag_or("dry_run", False),
+        stop=given.flag_or("stop", False),
+        stop_units=given.flag_or("stop_units", settings.stop_units),
+        reset=given.flag_or("reset", settings.reset is ResetPolicy.AUTO),
+        verify_memory=given.flag_or("verify_memory", True),
+        wait=given.flag_or("wait", True),
+        gpu=given.text_or("gpu", None),
+        pid=given.text_or("pid", None),
+        trigger=given.text_or("trigger", "api", 64),
+    )
+    given.no_others()
+    return options
+
+
+def run_release(request: ReleaseRequest, emit: Emit, context: Context) -> Mapping[str, object]:
+    """Release and Verify: progress while it runs, then the report."""
+    require_root()
+    limits = request.options.limits
+    sources = open_sources(nvml_deadline_s=limits.nvml_deadline_s, read_deadline_s=limits.read_deadline_s)
+    journal = Journal(stderr=True, on_drop=entries_dropped)
+    vmid = request.vmid
+
+    def waits(pid: int, since_s: float) -> None:
+        what = "another release of this container" + (f" (pid {pid})" if pid else "")
+        emit({"progress": {"event": "waiting", "vmid": vmid, "what": what, "since_s": round(since_s, 1)}})
+
+    around = Surroundings(
+        owner="daemon",
+        listener=EventListener(lambda event: emit({"progress": event})),
+        journal=journal,
+        caller_uid=context.caller.uid,
+        caller_pid=context.caller.pid,
+        on_wait=waits,
+    )
+    try:
+        report = perform(sources, vmid, request.options, around, context.cancel, release_id=request.release_id)
+        return {"report": report}
+    finally:
+        sources.close()
+        journal.close()
+
+
+def run_observe(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str, object]:
+    sources = open_sources(nvml_deadline_s=request.nvml_deadline_s, read_deadline_s=1.0)
+    try:
+        sources.nvml.start()
+        return observe(sources, request.vmids)
+    finally:
+        sources.close()
+
+
+def observe(sources: Sources, vmids: tuple[int, ...]) -> Json:
+    """`ps --json`. Raises NoSuchContainerError for a container that does not exist."""
+    for vmid in vmids:
+        find_subject(sources, vmid, Pve())
+    view = look_at_node(sources, vmids)
+    return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])
+
+
+def run_map(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str, object]:
+    sources = open_sources(nvml_deadline_s=1.0, read_deadline_s=1.0)
+    try:
+        vmid = request.vmids[0]
+        return {"vmid": vmid, "ns_pid": request.pid, "matches": find_pid(sources, vmid, request.pid)}
+    finally:
+        sources.close()
+
+
+def find_pid(sources: Sources, vmid: int, pid: int) -> list[Json]:
+    """The container's processes that have this number at some PID-namespace level, the shallowest level first."""
+    find_subject(sources, vmid, Pve())
+    view = ContainerView(sources, vmid)
+    try:
+        matches = [p for p in view.members().processes.values() if pid in p.ns_pids]
+    finally:
+        view.close()
+    return [process_dict(p) for p in sorted(matches, key=lambda p: (p.ns_pids.index(pid), p.pid))]
+
+
+def run_status(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str, object]:
+    return node_status(request.daemon, nvml_deadline_s=request.nvml_deadline_s)
+
+
+class DaemonFacts:
+    """What Status says of the daemon itself."""
+
+    def __init__(self) -> None:
+        from hostd.system.pidns import first_namespace
+
+        now = time.time()
+        self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+        self.first_pid_namespace = first_namespace()
+        self.config_path = ""
+        self.config_error = ""
+        self.counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+
+    def __call__(self) -> Json:
+        connections, workers, queued = self.counts()
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "since": self.since,
+            "first_pid_namespace": self.first_pid_namespace,
+            "config": self.config_path,
+            "config_error": self.config_error,
+            "connections": connections,
+            "workers": workers,
+            "queued": queued,
+        }
+
+
+__all__ = ["Api", "DaemonFacts"]

@@ -1,0 +1,87 @@
+"""What `status` shows: daemon, driver, GPUs, holders per container, the last releases. Reads only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostd.judge import DETAIL_ONLY
+from hostd.lock import RUN_DIR
+from hostd.nodeview import NodeView, look_at_node
+from hostd.observe import open_sources
+from hostd.store import Store
+from hostd.system.nvml import read_wedged
+from hostd.wire import SCHEMA, ps_dict
+
+Json = dict[str, Any]
+SHOWN = 10
+"""Releases that `status` shows."""
+
+
+def node_status(daemon: Json | None, *, nvml_deadline_s: float, run_dir: str = RUN_DIR) -> Json:
+    """The whole status; `daemon` is None when none runs. A wedged driver is not asked again."""
+    wedged = read_wedged(older_than_s=nvml_deadline_s)
+    sources = open_sources(nvml_deadline_s=nvml_deadline_s, read_deadline_s=1.0)
+    try:
+        if wedged is None:
+            sources.nvml.start()
+        view = look_at_node(sources)
+    finally:
+        sources.close()
+    spots = [s for s in view.blind_spots if s.code != DETAIL_ONLY]
+    result = ps_dict(view.holders, view.gpus, spots)
+    detail = f"{wedged.call} in pid {wedged.pid} for {wedged.age_s:.0f} s" if wedged else ""
+    return result | {
+        "schema": SCHEMA,
+        "daemon": daemon,
+        "driver": {
+            "present": view.driver_present,
+            "version": view.driver_version,
+            "nvml": "wedged" if wedged else nvml_word(view),
+            "detail": detail or next((f"{s.what}: {s.error}" for s in spots if s.source == "nvml"), ""),
+        },
+        "releases": release_summaries(Store(run_dir)),
+    }
+
+
+def nvml_word(view: NodeView) -> str:
+    """`ok`, `none` (no driver), `missing`, `mismatch` or `silent`."""
+    if not view.driver_present:
+        return "none"
+    codes = {s.code for s in view.blind_spots if s.source == "nvml"}
+    for code, word in (("nvml-missing", "missing"), ("driver-mismatch", "mismatch")):
+        if code in codes:
+            return word
+    return "silent" if codes else "ok"
+
+
+def release_summaries(store: Store, limit: int = SHOWN) -> list[Json]:
+    """The last releases, newest first; one in flight has verdict null and reason `in-flight`."""
+    found = []
+    for record in reversed(store.all()):
+        report = record.get("report")
+        if not isinstance(report, dict):
+            report = {"verdict": None, "reason": "in-flight", "message": _in_flight(record), "duration_ms": 0}
+        found.append(
+            {
+                "release_id": record["release_id"],
+                "vmid": record.get("vmid"),
+                "trigger": record.get("trigger", ""),
+                "verdict": report.get("verdict"),
+                "reason": report.get("reason", ""),
+                "message": report.get("message", ""),
+                "started": record.get("started", ""),
+                "duration_ms": report.get("duration_ms", 0),
+            }
+        )
+        if len(found) == limit:
+            break
+    return found
+
+
+def _in_flight(record: Json) -> str:
+    rungs = record.get("rungs") or [{}]
+    step = rungs[-1].get("step", "first look")
+    return f"at {step}, in pid {record.get('pid')}"
+
+
+__all__ = ["node_status", "release_summaries"]
