@@ -209,7 +209,7 @@ def main(config: dict[str, Any]) -> int:
         own_proc()
         own_dev(config)
         for path in config["init_opens"]:
-            os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         if config["init_opens"]:
             init.send("opened")
         init.serve()

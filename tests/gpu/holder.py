@@ -184,7 +184,7 @@ def hold(
     allocated: threading.Event | None = None,
 ) -> None:
     """Take what the options say, tell the test, stay."""
-    opened = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in args.open]
+    opened = [os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC) for path in args.open]
     memory = None if args.no_cuda else Memory(args, library)
     for number in range(args.fork):
         if os.fork() == 0:

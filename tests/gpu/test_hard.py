@@ -43,7 +43,7 @@ def start_supervised(world: World, cgroup: str, nested: str) -> tuple[Process, P
     box = world.container(129)
     other = box.spawn("--no-cuda", "--report-signals", cgroup=OTHER, label="other-service")
     world.foreign.append(other)
-    options = [f"--gpu={gpu.uuid}=512", "--supervise", f"--open=/dev/nvidia{gpu.minor}", "--open=/dev/nvidiactl"]
+    options = [f"--gpu={gpu.uuid}=512", "--supervise", f"--open={world.machine.node(gpu)}", "--open=/dev/nvidiactl"]
     boss = box.spawn(*options, event="supervisor", cgroup=cgroup, nested=nested, label="supervisor")
     boss.channel.expect("ready", 60, round=1)
     return boss, other

@@ -70,7 +70,7 @@ def test_nodes_made_by_mknod_are_the_same_gpu(world: World) -> None:
 
 def test_a_descriptor_without_a_context_is_a_holder(world: World) -> None:
     gpu = world.machine.first
-    node = f"/dev/nvidia{gpu.minor}"
+    node = world.machine.node(gpu)
     holder = world.container(129).spawn("--no-cuda", f"--open={node}", "--open=/dev/nvidiactl")
     used = world.driver.used_mib(gpu)
     done = world.release(case="descriptor without a context")
@@ -263,13 +263,13 @@ def test_only_the_process_asked_for_is_released(world: World) -> None:
 
 def test_an_init_that_holds_the_gpu_is_only_ended_when_asked(world: World) -> None:
     gpu = world.machine.first
-    box = world.container(129, init_opens=[f"/dev/nvidia{gpu.minor}"])
+    box = world.container(129, init_opens=[world.machine.node(gpu)])
     refused = world.release(case="init holds the GPU")
     assert refused.status == 7
     assert refused.report["verdict"] is None
     assert refused.report["reason"] == "would-stop-container"
     assert box.is_running()
-    stopped = world.release("--stop", case="init holds the GPU, --stop").must_end(0, "released")
+    stopped = world.release("--stop", "--grace", "1", case="init holds the GPU, --stop").must_end(0, "released")
     assert not box.is_running()
     assert stopped.holder(box.init_pid)["fate"] == "exited"
 
@@ -373,7 +373,7 @@ def test_holders_of_every_kind_are_freed_together(world: World) -> None:
     heir = box.adopt(opener.channel.expect("child", 10, number=0), opener, "heir")
     opener.kill()
     leaderless = box.spawn(f"--gpu={gpu.uuid}=256", "--dead-leader", label="leaderless")
-    monitor = box.spawn("--no-cuda", f"--open=/dev/nvidia{gpu.minor}", "--open=/dev/nvidiactl", label="nvtop")
+    monitor = box.spawn("--no-cuda", f"--open={world.machine.node(gpu)}", "--open=/dev/nvidiactl", label="nvtop")
     used = before(world, gpu, 4096 + 1024 + 512 + 256 + 1024)
     done = world.release("--grace", "1", case="five kinds together, 130 on the same GPU")
     others = alone - world.machine.idle_mib[gpu.uuid]

@@ -72,6 +72,10 @@ class Machine:
     def last(self) -> Gpu:
         return self.gpus[-1]
 
+    def node(self, gpu: Gpu) -> str:
+        """The GPU's device node, by its number: names mean nothing."""
+        return next(n.source for n in host_nodes() if n.minor == gpu.minor and re.fullmatch(r"nvidia\d+", n.name))
+
     def at_most_mib(self, gpu: Gpu, mib: int) -> int:
         """`mib`, or a little more than half of a smaller GPU."""
         return min(mib, gpu.total_mib * 55 // 100)
