@@ -233,8 +233,10 @@ class Nvml:
         self._send(("snapshot", nvml_child.as_list(uuids), nvlink), deadline_s)
 
     def receive_snapshot(self) -> NvmlSnapshot:
-        """The answer to the request sent last; waits for it until its deadline."""
-        reply = self._receive("snapshot")
+        """The answer to the request sent last, until its deadline. Asks first, if that was another one or none."""
+        if not self._awaits("snapshot"):
+            self.send_snapshot_request()
+        reply = self._receive()
         if isinstance(reply, BlindSpot):
             return NvmlSnapshot((), blind_spots=(reply,))
         gpus = tuple(_gpu(gpu) for gpu in reply["gpus"])
@@ -250,7 +252,10 @@ class Nvml:
         self._send(("memory", self._memory_uuids), deadline_s)
 
     def receive_memory(self) -> dict[str, int | None]:
-        reply = self._receive("memory")
+        """As `receive_snapshot`, for the GPUs named last."""
+        if not self._awaits("memory"):
+            self.send_memory_request(self._memory_uuids)
+        reply = self._receive()
         if isinstance(reply, BlindSpot):
             return dict.fromkeys(self._memory_uuids, None)
         return dict(reply["used"])
@@ -260,13 +265,13 @@ class Nvml:
         silent.
         """
         self._send(("recovery",), deadline_s)
-        reply = self._receive("recovery")
+        reply = self._receive()
         return {} if isinstance(reply, BlindSpot) else dict(reply["actions"])
 
     def set_persistence(self, uuid: str, enabled: bool, deadline_s: float | None = None) -> BlindSpot | None:
         """Sets the persistence mode of one GPU. None: done."""
         self._send(("persistence", uuid, enabled), deadline_s)
-        reply = self._receive("persistence")
+        reply = self._receive()
         if isinstance(reply, BlindSpot):
             return reply
         if "error" not in reply:
@@ -278,7 +283,7 @@ class Nvml:
 
     def _send(self, request: tuple[Any, ...], deadline_s: float | None) -> None:
         if self._request is not None:
-            self._receive(self._request.call)  # an answer that nobody fetched
+            self._receive()  # an answer that nobody fetched
         limit_s = self._deadline_s if deadline_s is None else deadline_s
         self._request = _Request(request[0], time.monotonic() + limit_s)
         if self._child is not None and not self._child.running:
@@ -288,10 +293,12 @@ class Nvml:
         if self._child is not None:
             nvml_child.write_frame(self._child.requests, request)
 
-    def _receive(self, call: str) -> Mapping[str, Any] | BlindSpot:
-        if self._request is None or self._request.call != call:
-            raise RuntimeError(f"no {call} request was sent")
+    def _awaits(self, call: str) -> bool:
+        return self._request is not None and self._request.call == call
+
+    def _receive(self) -> Mapping[str, Any] | BlindSpot:
         request = self._request
+        assert request is not None
         reply: Mapping[str, Any] | BlindSpot = request.failure or self._read_reply(request)
         self._request = None
         if not isinstance(reply, BlindSpot) and "failed" in reply:

@@ -490,10 +490,13 @@ nvml.send_memory_request([GPU0])
 control("ghost_mib.50 77")
 nvml.send_memory_request([GPU0])
 out["fresh"] = nvml.receive_memory()
+nvml.send_snapshot_request()
+out["crossed"] = [nvml.receive_memory(), len(nvml.receive_snapshot().gpus)]
 nvml.close()
 """)
         assert out["pending"] == [True, False] and out["early"] == [] and out["left"] and out["event"] == 1
         assert out["memory"] == {GPU0: 0} and out["fresh"] == {GPU0: 77}
+        assert out["crossed"] == [{GPU0: 77}, 2]
 
     def test_a_dead_child_wakes_the_poll(self, inside):
         out = inside("""
