@@ -85,9 +85,18 @@ class Job:
 
     __slots__ = ("call", "caller", "connection", "how", "leave", "on_disconnect", "request", "worker")
 
-    def __init__(self, connection: Connection, call: varlink.Call, how: Forked, request: object, leave: str) -> None:
-        self.connection: Connection | None = connection
-        self.caller = connection.caller
+    def __init__(
+        self,
+        connection: Connection | None,
+        caller: Caller,
+        call: varlink.Call,
+        how: Forked,
+        request: object,
+        leave: str,
+    ) -> None:
+        self.connection = connection
+        """None for work that the daemon gave itself (`Server.submit`)."""
+        self.caller = caller
         self.call = call
         self.how = how
         self.request = request
@@ -176,6 +185,18 @@ class Server:
         timer = Timer(when, run)
         heapq.heappush(self._timers, timer)
         return timer
+
+    def submit(self, method: str, parameters: Mapping[str, object], caller: Caller) -> None:
+        """Start a worker for a call that no client made; its outcome goes to `on_finished` alone. Raises as a call does."""
+        call = varlink.Call(method, dict(parameters), more=False, oneway=True)
+        how = self._method(call)
+        if not isinstance(how, Forked):
+            raise TypeError(f"{method} is answered inline")
+        params = varlink.Params(call.parameters)
+        params.choice_or("on_disconnect", "continue", ("cancel", "continue"))
+        job = Job(None, caller, call, how, how.parse(params), "continue")
+        self._queues[how.lane].append(job)
+        self._fill(how.lane)
 
     @property
     def connections(self) -> int:
@@ -536,7 +557,8 @@ class Server:
 
     def _start(self, connection: Connection, call: varlink.Call, how: Forked, params: varlink.Params) -> None:
         leave = params.choice_or("on_disconnect", how.on_disconnect, ("cancel", "continue"))
-        job = Job(connection, call, how, how.parse(params), "continue" if call.oneway else leave)
+        request = how.parse(params)
+        job = Job(connection, connection.caller, call, how, request, "continue" if call.oneway else leave)
         if connection.gone and job.leave == "cancel":
             return
         connection.job = job
