@@ -105,7 +105,7 @@ def bare_kill(world: World, holders: Sequence[Process]) -> Bare:
 def product_kill(world: World, case: str) -> Run:
     """`pve-gpu-release 129 --now --json`; raises AssertionError when it does not release."""
     done = world.run("129", "--now", "--json")
-    world.record(f"timing: {case}", done)
+    world.machine.figures.raw.append({"case": f"timing: {case}", "wall_ms": round(done.wall_ms, 1), **done.report})
     return done.must_end(0, "released")
 
 
@@ -142,7 +142,7 @@ def seed_recipe(world: World, gpu: Gpu) -> float:
     began = time.monotonic()
     _status, text = box.run(["/bin/sh", "-c", f"{kill}; sleep 5; nvidia-smi"], timeout_s=60)
     took = (time.monotonic() - began) * 1000
-    smi = "ran" if "NVIDIA-SMI" in text else f"failed: {text[-200:]!r}"
+    smi = "ran" if "NVIDIA-SMI" in text else f"failed: {text[-80:]!r}"
     world.machine.figures.note(f"seed recipe `{kill}; sleep 5; nvidia-smi`: {took:.0f} ms, nvidia-smi {smi}")
     if not wait_readable(holder.pidfd, 0):
         world.machine.figures.note("seed recipe left the holder alive")

@@ -133,7 +133,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 TITLES: dict[str, tuple[str, ...]] = {
-    "releases": ("case", "exit", "reason", "release ms", "process ms", "rungs"),
+    "releases": ("case", "exit", "reason", "release ms", "process ms", "rung@ms gone/sent"),
     "timing": (
         *("case", "runs", "bare exit ms", "bare free ms", "KILL to verdict ms", "ratio", "1.10 x bare + 5"),
         "process --now ms",

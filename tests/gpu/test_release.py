@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -334,17 +336,26 @@ def start_mps(box: Container, program: str, directory: Path) -> dict[str, str]:
     return env
 
 
-def test_an_mps_server_inside_the_container_is_freed_with_its_clients(world: World, tmp_path: Path) -> None:
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """For MPS's sockets: a path of a unix socket has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_an_mps_server_inside_the_container_is_freed_with_its_clients(world: World, short_directory: Path) -> None:
     program = mps_control()
     if program is None:
         pytest.skip("nvidia-cuda-mps-control is not installed here")
     gpu = world.machine.first
     box = world.container(129)
-    env = start_mps(box, program, tmp_path)
+    env = start_mps(box, program, short_directory)
     try:
         client = box.spawn(f"--gpu={gpu.uuid}=512", label="mps-client", env=env)
     except StartFailedError as exc:
-        logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in (tmp_path / "mps-log").glob("*.log"))
+        logs = "\n".join(
+            path.read_text(errors="replace")[-2000:] for path in (short_directory / "mps-log").glob("*.log")
+        )
         pytest.fail(f"no client of MPS: {exc}\n{logs}")
     used = before(world, gpu, 512)
     listed = world.driver.clients(gpu)

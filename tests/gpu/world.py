@@ -195,8 +195,7 @@ class World:
     def record(self, case: str, done: Run) -> None:
         """A row for the table of releases at the end of the session."""
         rungs = " ".join(
-            f"{r.get('step')}@{r.get('at_ms')}(sent {r.get('sent')}, gone {r.get('gone')})"
-            for r in done.report.get("rungs", [])
+            f"{r.get('step')}@{r.get('at_ms')} {r.get('gone')}/{r.get('sent')}" for r in done.report.get("rungs", [])
         )
         cells = (str(done.status), str(done.report.get("reason")), str(done.report.get("duration_ms")))
         self.machine.figures.add("releases", case, *cells, f"{done.wall_ms:.0f}", rungs)
