@@ -111,6 +111,14 @@ type Gpu (
   other_holders: []SeenHolder
 )
 
+# A pid in the driver's list of a GPU that no live holder has: a dead opener, or a recycled number.
+type DeadClient (
+  pid: int,
+  used_mib: ?int,
+  # Who keeps its memory: own, foreign, none
+  heir: string
+)
+
 # A GPU as seen now.
 type SeenGpu (
   index: ?int,
@@ -118,11 +126,12 @@ type SeenGpu (
   uuid: string,
   pci_bus_id: string,
   name: string,
-  total_mib: ?int,
   used_mib: ?int,
   reserved_mib: ?int,
   ghost_mib: ?int,
   bar1_used_mib: ?int,
+  # Pids that the driver lists and that are dead or another process by now
+  dead_clients: []DeadClient,
   # Why it could not be asked, or empty
   error: string
 )
@@ -139,7 +148,9 @@ type Rung (
   sent: int,
   # Processes that ended
   gone: int,
-  waited_ms: int
+  waited_ms: int,
+  # What else is worth knowing, or empty
+  note: string
 )
 
 # Something that could not be read, for another reason than that it is gone.
@@ -176,21 +187,20 @@ type Report (
   next_step: string
 )
 
-# What a release in flight is doing. May be left out when the reader is slow.
+# What a release in flight is doing. Messages may be left out when the reader is slow.
 type Progress (
-  release_id: string,
+  # observed, rung_begun, rung_done, waiting
+  event: string,
   vmid: int,
-  at_ms: int,
-  # queued, observe, rung, wait, verify
-  phase: string,
-  # With phase "rung" or "wait": stop-unit, term, kill, cgroup-kill, reset
-  step: ?string,
-  # The line for people
-  message: string,
-  # Holders that live
-  holders: ?int,
-  # Memory still to be given back
-  ghost_mib: ?int
+  # With "observed"
+  holders: ?[]SeenHolder,
+  gpus: ?[]SeenGpu,
+  blind_spots: ?[]BlindSpot,
+  # With "rung_begun" and "rung_done"
+  rung: ?Rung,
+  # With "waiting": what for, and how long already
+  what: ?string,
+  since_s: ?float
 )
 
 # As the options of the same names on the command line; what is left out is as configured.
@@ -215,17 +225,21 @@ type ReleaseOptions (
   trigger: ?string
 )
 
-# One level of PID namespaces, outermost first.
-type NamespaceLevel (
+# A process of a container by every number that it has.
+type MappedProcess (
+  # In the host's PID namespace
   pid: int,
-  # Inode of the namespace, null where it cannot be told
-  pidns: ?int
+  # In the nested namespaces, outermost first
+  ns_pids: []int,
+  start_time: int,
+  comm: string,
+  cgroup: string
 )
 
 # A release that ended, or that is in flight (verdict null, reason "in-flight").
 type ReleaseSummary (
   release_id: string,
-  vmid: int,
+  vmid: ?int,
   trigger: string,
   verdict: ?Verdict,
   reason: string,
@@ -253,12 +267,10 @@ type DaemonStatus (
 type DriverStatus (
   present: bool,
   version: string,
-  # ok, missing, silent, mismatch, wedged
+  # ok, none (no driver), missing, mismatch, silent, wedged
   nvml: string,
-  # Since when and in which call it is wedged, or empty
-  detail: string,
-  # Children stuck in the driver and abandoned
-  abandoned: int
+  # What does not answer and for how long, or empty
+  detail: string
 )
 
 # Free the GPUs that a container holds, verify, report.
@@ -268,6 +280,8 @@ type DriverStatus (
 method Release(
   vmid: int,
   options: ?ReleaseOptions,
+  # To finish a release that was cut off, under its own id
+  release_id: ?string,
   on_disconnect: ?OnDisconnect
 ) -> (
   progress: ?Progress,
@@ -282,17 +296,23 @@ method Observe(vmids: ?[]int) -> (
   blind_spots: []BlindSpot
 )
 
-# Judge only, no action. The report has no rungs; fates are "spared".
-method Verify(vmid: int, gpu: ?string, pid: ?string, verify_memory: ?bool) -> (report: Report)
+# Judge only, no action. The report has no rungs; fates are "spared". Streams as "Release" does.
+method Verify(
+  vmid: int,
+  gpu: ?string,
+  pid: ?string,
+  verify_memory: ?bool,
+  on_disconnect: ?OnDisconnect
+) -> (
+  progress: ?Progress,
+  report: ?Report
+)
 
-# The process that a container calls "pid", by every name it has.
+# The processes that a container calls "pid", at whatever level of PID namespaces, the shallowest first.
 method Map(vmid: int, pid: int) -> (
   vmid: int,
-  host_pid: int,
-  start_time: int,
-  comm: string,
-  cgroup: string,
-  levels: []NamespaceLevel
+  ns_pid: int,
+  matches: []MappedProcess
 )
 
 # Daemon, driver, GPUs, holders per container, releases in flight and the last ones.

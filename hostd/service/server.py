@@ -187,7 +187,10 @@ class Server:
         return timer
 
     def submit(self, method: str, parameters: Mapping[str, object], caller: Caller) -> None:
-        """Start a worker for a call that no client made; its outcome goes to `on_finished` alone. Raises as a call does."""
+        """Start a worker for a call that no client made; its outcome goes to `on_finished` alone.
+
+        Raises what the call would answer with.
+        """
         call = varlink.Call(method, dict(parameters), more=False, oneway=True)
         how = self._method(call)
         if not isinstance(how, Forked):

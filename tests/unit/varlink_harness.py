@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ class ServerProcess:
                 os.close(ready)
                 os.close(self._events)
                 self._serve()
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the end of a forked child
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
@@ -67,6 +68,7 @@ class ServerProcess:
         err = os.open(self.stderr_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(err, 2)
         os.close(err)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # pytest's goes elsewhere
         if self.nofile:
             resource.setrlimit(resource.RLIMIT_NOFILE, (self.nofile, self.nofile))
 
@@ -80,9 +82,7 @@ class ServerProcess:
             }
             os.write(self._events_out, json.dumps(event).encode() + b"\n")
 
-        server = service.Server(
-            self.path, self.methods, version="0", limits=self.limits, on_finished=finished
-        )
+        server = service.Server(self.path, self.methods, version="0", limits=self.limits, on_finished=finished)
         os.chmod(self.path, self.mode)
         wake, wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -143,6 +143,9 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def asleep(self) -> bool:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
     def status(self, key: str) -> int:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
