@@ -99,10 +99,14 @@ class Config:
 
 
 class BrokenConfigError(ConfigError):
-    """A configuration file that cannot be used; `problems` has one sentence per mistake, in the order of the file."""
+    """A configuration file that cannot be used; `problems` has one sentence per mistake, in the order of the file.
+
+    `message` is one line: the first of them, and how many more there are.
+    """
 
     def __init__(self, problems: tuple[str, ...]) -> None:
-        super().__init__("\n".join(problems), next_step="pve-gpu-release check-config")
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        super().__init__(problems[0] + more, next_step="pve-gpu-release check-config")
         self.problems = problems
 
 
@@ -170,6 +174,13 @@ KEYS = (
         "seconds",
         _L.read_deadline_s,
         "On reading the mappings or the command line of one process: a stuck process blocks its reader.",
+        high=DAY,
+    ),
+    Key(
+        "ladder.settle",
+        "seconds",
+        _L.settle_s,
+        "How long to look again for a job that something alive would start again.",
         high=DAY,
     ),
     Key(
@@ -421,6 +432,7 @@ def _container_settings(values: dict[str, Value]) -> ContainerSettings:
         timeout_s=number("ladder.timeout"),
         nvml_deadline_s=number("nvml.deadline"),
         read_deadline_s=number("ladder.read_deadline"),
+        settle_s=number("ladder.settle"),
         respawn_rounds=whole("ladder.respawn_rounds"),
     )
     hook = HookSettings(
@@ -445,6 +457,7 @@ def effective_values(config: Config, vmid: int | None = None) -> dict[str, Value
         "ladder.drain_grace": limits.drain_grace_s,
         "ladder.timeout": limits.timeout_s,
         "ladder.read_deadline": limits.read_deadline_s,
+        "ladder.settle": limits.settle_s,
         "ladder.respawn_rounds": limits.respawn_rounds,
         "ladder.stop_units": own.stop_units,
         "ladder.reset": own.reset.value,

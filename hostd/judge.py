@@ -86,7 +86,7 @@ def judge(case: Case) -> Judgement:
     """The verdict on a case. Released only if no check objects."""
     objections = [
         found
-        for check in (_living, _driver_only, _not_seen, _driver_silent, *_MEMORY_CHECKS)
+        for check in (_living, _dying, _driver_only, _not_seen, _driver_silent, *_MEMORY_CHECKS)
         if (found := check(case)) is not None
     ]
     if objections:
@@ -103,7 +103,8 @@ def judgement(case: Case, reason: str, **facts: object) -> Judgement:
 
 
 def _living(case: Case) -> Judgement | None:
-    living = [h for h in case.after.holders if h.targetable and case.selection.takes(h)]
+    hung = {s.ref for s in case.stuck}
+    living = [h for h in case.after.holders if (h.targetable or h.ref in hung) and case.selection.takes(h)]
     if not living:
         return None
     who, where = holders_text(living), gpus_text(case, {m for h in living for m in h.gpus})
@@ -130,8 +131,21 @@ def _living(case: Case) -> Judgement | None:
 
 
 def _driver_only(case: Case) -> Judgement | None:
-    listed = [h for h in case.after.holders if h.evidence == {Evidence.NVML} and case.selection.takes(h)]
+    listed = [
+        h for h in case.after.holders if h.evidence == {Evidence.NVML} and not h.dying and case.selection.takes(h)
+    ]
     return judgement(case, "driver-only-holder", holders=holders_text(listed)) if listed else None
+
+
+def _dying(case: Case) -> Judgement | None:
+    """Past exit(), but the driver has not given everything back yet: that is draining, not a holder."""
+    dying = [h for h in case.after.holders if h.dying and case.selection.takes(h)]
+    if not dying:
+        return None
+    if case.dry_run:
+        return judgement(case, "holders-present", holders=holders_text(dying), gpus=gpus_text(case, case.minors))
+    ghost = f"{sum(h.memory_mib or 0 for h in dying):,} MiB of {holders_text(dying)}"
+    return judgement(case, "draining", ghost=ghost)
 
 
 # --- blindness -------------------------------------------------------------------------------------------------------
@@ -256,13 +270,19 @@ def _taken_over(case: Case) -> Judgement | None:
             continue
         for pid in state.foreign_clients:
             grown = (state.client_mib.get(pid) or 0) - (before.client_mib.get(pid) or 0)
-            if any(
-                amount > state.tolerance_mib and abs(grown - amount) <= state.tolerance_mib
-                for amount in (*lost, sum(lost))
-            ):
+            if any(_moved(grown, amount, state.tolerance_mib) for amount in (*lost, sum(lost))):
                 others = [h for h in case.after.foreign if h.process.pid == pid]
                 return judgement(case, "taken-over", gpus=gpu_text(state), others=others_text(others) or f"pid {pid}")
     return None
+
+
+CONTEXT_MIB = 1024
+"""At most this much of a charge is the process's own context, which goes with it (518 MiB on an H200)."""
+
+
+def _moved(grown: int, lost: int, tolerance: int) -> bool:
+    """True when what a foreign client gained is what ours lost, less the context that died with it."""
+    return grown > tolerance and max(lost // 2, lost - CONTEXT_MIB) - tolerance <= grown <= lost + tolerance
 
 
 _MEMORY_CHECKS = (_gpu_lost, _ghost, _ghost_before, _taken_over)

@@ -240,6 +240,8 @@ class Holder:
     user: str = ""
     supervisor: Supervisor | None = None
     is_init: bool = False
+    dying: bool = False
+    """Past exit(), but the driver still lists it: nothing to signal, something to wait for."""
 
     @property
     def ref(self) -> ProcessRef:

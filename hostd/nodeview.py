@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hostd.model import BlindSpot, GpuState, Holder, NvmlSnapshot, Process
-from hostd.observe import Facts, Members, Sources, join, known_gpus, read_driver
+from hostd.observe import Facts, Members, Observer, Sources, join, known_gpus, read_driver
 from hostd.system.cgroupfs import owner_of
 from hostd.system.pidns import PidNamespace
 
@@ -69,8 +69,27 @@ class Owners:
                     self._namespaces.append((vmid, namespace))
 
 
-def look_at_node(sources: Sources, only: Collection[int] = ()) -> NodeView:
-    """Every holder on the node (or only those of some containers), and every GPU with its figures.
+def look_at_containers(sources: Sources, vmids: Iterable[int]) -> NodeView:
+    """The holders of some containers and every GPU; cost and blind spots are theirs alone, not the host's."""
+    holders: list[Holder] = []
+    blind: list[BlindSpot] = []
+    gpus: tuple[GpuState, ...] = ()
+    driver_present = False
+    for vmid in vmids:
+        observer = Observer(sources, vmid)
+        try:
+            seen = observer.look()
+        finally:
+            observer.close()
+        holders += seen.holders
+        blind += [spot for spot in seen.blind_spots if spot not in blind]
+        gpus = seen.gpus
+        driver_present = seen.driver_present
+    return NodeView(tuple(holders), gpus, tuple(blind), driver_present)
+
+
+def look_at_node(sources: Sources) -> NodeView:
+    """Every holder on the node, and every GPU with its figures.
 
     Costs a walk over /proc: grows with the host, unlike `Observer.look`.
     """
@@ -104,6 +123,4 @@ def look_at_node(sources: Sources, only: Collection[int] = ()) -> NodeView:
     )
     joined = join(0, time.monotonic(), facts, set())
     holders = tuple(replace(h, vmid=vmids.get(h.process.pid)) for h in joined.holders)
-    if only:
-        holders = tuple(h for h in holders if h.vmid in only)
     return NodeView(holders, joined.gpus, tuple(facts.blind_spots), driver.present, snapshot.driver_version)

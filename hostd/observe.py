@@ -159,6 +159,8 @@ class Facts:
     members: Members
     foreign: dict[int, Process]
     """Live processes that are not the container's: listed ones, and heirs of dead openers."""
+    dying: frozenset[int] = frozenset()
+    """Listed pids without descriptor or mapping that are past exit()."""
     heirs: dict[int, frozenset[int]] = field(default_factory=dict)
     """GPU minor -> foreign unlisted pids that can have inherited a dead opener's memory there."""
     blind_spots: list[BlindSpot] = field(default_factory=list)
@@ -193,6 +195,7 @@ class Observer:
         facts.blind_spots = [*blind, *members.blind_spots, *scan.blind_spots]
         if nvml and driver.present:
             facts.blind_spots += snapshot.blind_spots
+        facts.dying = self._dying(facts)
         facts.heirs = self._foreign_heirs(facts)
         observation = join(self.vmid, at_s, facts, self._own_seen)
         self._own_seen.update(h.process.pid for h in observation.holders)
@@ -231,6 +234,11 @@ class Observer:
             else:
                 found[pid] = process
         return found
+
+    def _dying(self, facts: Facts) -> frozenset[int]:
+        known = facts.members.processes.keys() | facts.foreign.keys()
+        unseen = [pid for pid in _listed_pids(facts) & known if not facts.open_nodes.get(pid)]
+        return frozenset(pid for pid in unseen if self.sources.procfs.is_dying(pid))
 
     def _foreign_heirs(self, facts: Facts) -> dict[int, frozenset[int]]:
         """Foreign processes that may keep a dead opener's memory: a sweep over the host, only when there is one."""
@@ -303,8 +311,10 @@ def _dead_pids(gpu: NvmlGpu, facts: Facts) -> list[int]:
 
 
 def _seen_or_blind(pid: int, facts: Facts) -> bool:
-    return bool(facts.open_nodes.get(pid)) or any(
-        spot.what.startswith(f"pid {pid} ") or spot.what == f"pid {pid}" for spot in facts.blind_spots
+    return (
+        pid in facts.dying
+        or bool(facts.open_nodes.get(pid))
+        or any(spot.what.startswith(f"pid {pid} ") or spot.what == f"pid {pid}" for spot in facts.blind_spots)
     )
 
 
@@ -409,6 +419,7 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         user=user_name(process.uid),
         supervisor=supervisor_of(process.cgroup, vmid),
         is_init=init is not None and init.ref == process.ref,
+        dying=process.pid in facts.dying,
     )
 
 

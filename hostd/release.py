@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hostd.cancel import Cancel
 from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, RefusedError
 from hostd.events import Listener, Silent
-from hostd.judge import Case, Judgement, Selection, baseline_of, driver_silence, excess_mib, judge
+from hostd.judge import Case, Judgement, Selection, baseline_of, driver_silence, excess_mib, gpu_text, judge
 from hostd.ladder import Options, Resume, Rung, rungs_for
 from hostd.model import (
     Fate,
@@ -137,7 +137,8 @@ class Release:
             state.minors |= self.resume.minors
         self.report.was_held = bool(holders) or (self.resume is not None and self.resume.was_held)
         self.listener.observed(self.report, first, holders)
-        if self.options.dry_run or not (self._targets(first) or (self.resume and self.resume.was_held)):
+        work = self._targets(first) or self._dying(first) or (self.resume and self.resume.was_held)
+        if self.options.dry_run or not work:
             self._conclude(state, first)
             return
         self._refuse_init(first)
@@ -261,21 +262,45 @@ class Release:
             observation = self._look(state, nvml=True)
         patience = Patience(self.options.limits.drain_grace_s, state.deadline_s)
         gauge = MemoryGauge(self.sources, self._uuids(state))
+        ticks: dict[int, int] = {}
         told_s = pause_s = 0.0
-        while (over := self._over(state, observation)) and not self._targets(observation):
+        while not self._targets(observation):
+            dying = self._dying(observation)
+            state.dealt |= {h.ref: h for h in dying if h.ref not in state.dealt}
+            over = self._over(state, observation)
+            if not over and not dying:
+                break
             self.cancel.check()
+            if any(self._burns(h.process.pid, ticks) for h in dying):
+                patience.progressed()
             if patience.stalled:
+                state.stuck += stuck_tasks(self.sources.procfs, [h.ref for h in dying])
                 state.falling = patience.last_progress_s + 1.0 > time.monotonic()
                 break
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
-                text = ", ".join(f"{mib:,} MiB on GPU minor {minor}" for minor, mib in over.items())
+                text = ", ".join(self._to_go(observation, over, dying))
                 self.listener.waiting(self.report, f"memory is falling: {text} to go", told_s - self._begun_s)
             pause_s = min(PAUSE_MAX_S, max(0.005, pause_s * 1.5))
             if self._sample(gauge, pause_s):
                 patience.progressed()
             observation = self._look(state, nvml=True)
         return observation
+
+    def _burns(self, pid: int, ticks: dict[int, int]) -> bool:
+        now = self.sources.procfs.cpu_ticks(pid) or 0
+        before, ticks[pid] = ticks.get(pid, now), now
+        return now > before
+
+    def _to_go(self, observation: Observation, over: dict[int, int], dying: list[Holder]) -> list[str]:
+        """What is still to be given back, by GPU as people count them, for the line that is shown meanwhile."""
+        left = dict(over)
+        for holder in dying:
+            for gpu in observation.gpus:
+                if gpu.info.minor in holder.gpus:
+                    charge = gpu.client_mib.get(holder.process.pid) or 0
+                    left[gpu.info.minor] = left.get(gpu.info.minor, 0) + charge
+        return [f"{left[g.info.minor]:,} MiB on {gpu_text(g)}" for g in observation.gpus if g.info.minor in left]
 
     def _sample(self, gauge: MemoryGauge, pause_s: float) -> bool:
         """Waits a moment and samples memory; True when it has fallen."""
@@ -350,6 +375,9 @@ class Release:
 
     def _targets(self, observation: Observation) -> list[Holder]:
         return [h for h in self._selected(observation) if h.targetable]
+
+    def _dying(self, observation: Observation) -> list[Holder]:
+        return [h for h in self._selected(observation) if h.dying]
 
     def _uuids(self, state: _State) -> list[str]:
         return [g.info.uuid for g in state.first.gpus if g.info.minor in state.minors]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hostd.errors import UsageError
-from hostd.judge import Selection
 from hostd.model import GpuInfo, Observation, Process
 from hostd.system.devices import canonical_pci
 

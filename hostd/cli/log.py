@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from hostd.audit import IDENTIFIER, Priority
+from hostd.cli.common import vmid as container_id
 from hostd.cli.timespec import parse_time
-from hostd.config import parse_vmid
 from hostd.errors import UnreadableError, UsageError
 from hostd.system.journalread import JournalUnreadableError, Record, Stopped, follow, read, read_file
 from hostd.terminal import escape, paint, tolerate, wants_colour
@@ -24,7 +24,7 @@ FULL_ID = 36
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("vmid", nargs="?", metavar="VMID", help="only this container")
+    parser.add_argument("vmid", nargs="?", type=container_id, metavar="VMID", help="only this container")
     parser.add_argument(
         "-S", "--since", metavar="TIME", help="'YYYY-MM-DD HH:MM', yesterday, -1h, '2 hours ago', @EPOCH"
     )
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 2 for arguments without sense, 4 when the journal cannot be read. Ends quietly on Ctrl-C or a closed pipe."""
-    vmid = _vmid(args.vmid)
     lines = _lines(args.lines)
     since = parse_time(args.since) if args.since else None
     until = parse_time(args.until) if args.until else None
@@ -47,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     tolerate(sys.stdout)
     records: Iterable[Record]
     matches = {"SYSLOG_IDENTIFIER": IDENTIFIER}
-    if vmid is not None:
-        matches["PVE_VMID"] = str(vmid)
+    if args.vmid is not None:
+        matches["PVE_VMID"] = str(args.vmid)
     if args.release and len(args.release) == FULL_ID:
         matches["PVE_GPU_RELEASE_ID"] = args.release
     try:
@@ -71,15 +70,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _vmid(text: str | None) -> int | None:
-    if text is None:
-        return None
-    vmid = parse_vmid(text)
-    if vmid is None:
-        raise UsageError(f"cannot take '{escape(text)}' for a container id: expected a number from 100 to 999999999")
-    return vmid
 
 
 def _lines(text: str | None) -> int | None:

@@ -38,7 +38,7 @@ def observe(args: argparse.Namespace) -> Json:
     """The node's holders as `ps --json` gives them."""
     from hostd.engine import find_subject
     from hostd.judge import DETAIL_ONLY
-    from hostd.nodeview import look_at_node
+    from hostd.nodeview import look_at_containers, look_at_node
     from hostd.observe import open_sources
     from hostd.system.pve import Pve
     from hostd.wire import ps_dict
@@ -48,7 +48,7 @@ def observe(args: argparse.Namespace) -> Json:
         sources.nvml.start()
         for number in args.vmids:
             find_subject(sources, number, Pve())
-        view = look_at_node(sources, args.vmids)
+        view = look_at_containers(sources, args.vmids) if args.vmids else look_at_node(sources)
     finally:
         sources.close()
     return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])

@@ -14,7 +14,7 @@ from hostd.config import Config, ContainerSettings, ResetPolicy
 from hostd.engine import Surroundings, find_subject, perform, require_root
 from hostd.judge import DETAIL_ONLY
 from hostd.ladder import Options
-from hostd.nodeview import look_at_node
+from hostd.nodeview import look_at_containers, look_at_node
 from hostd.observe import ContainerView, Sources, open_sources
 from hostd.service.interface import INTERFACE
 from hostd.service.varlink import Params, invalid_parameter
@@ -163,7 +163,7 @@ def observe(sources: Sources, vmids: tuple[int, ...]) -> Json:
     """`ps --json`. Raises NoSuchContainerError for a container that does not exist."""
     for vmid in vmids:
         find_subject(sources, vmid, Pve())
-    view = look_at_node(sources, vmids)
+    view = look_at_containers(sources, vmids) if vmids else look_at_node(sources)
     return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])
 
 

@@ -264,6 +264,8 @@ class _Child:
 
     def _detach(self, *, keep_stderr: bool) -> None:
         """Out of the caller's terminal, directory, descriptors and signal handling."""
+        from hostd.syscalls import close_other_fds  # ctypes: only here
+
         os.setsid()
         os.chdir("/")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGCHLD):
@@ -276,9 +278,7 @@ class _Child:
             os.dup2(null, fd)
         if self._source.fileno() < 3:  # the parent had a standard stream closed
             self._source = socket.socket(fileno=os.dup(self._source.fileno()))
-        low, high = 3, self._source.fileno()
-        os.closerange(low, high)
-        os.closerange(high + 1, _highest_fd() + 1)
+        close_other_fds((0, 1, 2, self._source.fileno()))
 
     def run(self) -> None:
         """Until every writer has closed its end."""
@@ -353,13 +353,6 @@ def _load_sendv() -> Callable[..., None] | None:
         return None
     found: Callable[..., None] = sendv
     return found
-
-
-def _highest_fd() -> int:
-    try:
-        return max(int(name) for name in os.listdir("/proc/self/fd"))
-    except (OSError, ValueError):
-        return min(os.sysconf("SC_OPEN_MAX"), 1 << 20)
 
 
 # --- formats -------------------------------------------------------------------------------------------------------

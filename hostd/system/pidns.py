@@ -123,9 +123,8 @@ class PidNamespace:
             try:
                 inode = os.stat(f"/proc/{name}/ns/pid").st_ino
             except OSError as exc:
-                if not is_gone(exc) or _levels(int(name)) > 1:
-                    if _levels(int(name)) == 1:
-                        continue  # of our own namespace: no member, whatever else cannot be read
+                # With a single number it is of our own namespace: no member, whatever else cannot be read.
+                if not is_gone(exc) and len(_ns_pids(int(name))) > 1:
                     blind.append(BlindSpot("pidns", f"process {name}", exc.strerror or str(exc), "pidns-unreadable"))
                 continue
             inside = known.get(inode)
@@ -216,6 +215,3 @@ def _ns_pids(pid: int) -> tuple[int, ...]:
     _, found, rest = text.partition(b"\nNSpid:")
     return tuple(map(int, rest.split(b"\n", 1)[0].split())) if found else ()
 
-
-def _levels(pid: int) -> int:
-    return len(_ns_pids(pid))

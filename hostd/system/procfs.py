@@ -16,6 +16,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SIGKILL_BIT = 1 << (9 - 1)
 _MAX_STUCK_TASKS = 64
+_PF_EXITING = 0x4
 
 
 class StatFields(NamedTuple):
@@ -30,6 +31,8 @@ class StatFields(NamedTuple):
     threads: int
     start_time: int
     """Clock ticks since boot."""
+    exiting: bool = False
+    """PF_EXITING is set in its flags: the task is past exit()."""
 
 
 class StatusFields(NamedTuple):
@@ -62,6 +65,7 @@ def parse_stat(text: bytes) -> StatFields:
         cpu_ticks=int(rest[11]) + int(rest[12]),
         threads=int(rest[17]),
         start_time=int(rest[19]),
+        exiting=bool(int(rest[6]) & _PF_EXITING),
     )
 
 
@@ -188,6 +192,18 @@ class Procfs:
         stat = self._stat(f"{pid}/stat")
         return None if stat is None else stat.cpu_ticks
 
+    def is_dying(self, pid: int) -> bool:
+        """True when every task of a process is past exit(): PF_EXITING (include/linux/sched.h) in the flags of its stat.
+
+        Its descriptors and mappings are gone from /proc then, while the driver may still be giving back what they held
+        (seen on an H200 for as long as pinned memory takes). A process that is gone counts as dying.
+        """
+        for tid in self.threads(pid):
+            stat = self._stat(f"{pid}/task/{tid}/stat")
+            if stat is not None and not stat.exiting:
+                return False
+        return True
+
     def read_stuck(self, pid: int, deadline_s: float = 0.5) -> list[Stuck]:
         """Why a process does not die: one entry per live task (at most 64), those in D state first; empty when gone.
 
@@ -206,10 +222,12 @@ class Procfs:
                     continue
                 raise
             try:
-                state = parse_stat(_read_at(task, "stat")).state
+                stat = parse_stat(_read_at(task, "stat"))
+                state = stat.state
                 if state in "ZX":
                     continue
-                pending = parse_status(_read_at(task, "status")).kill_pending
+                # Past exit() the signal has been taken: such a task in D state hangs in the driver's release.
+                pending = stat.exiting or parse_status(_read_at(task, "status")).kill_pending
                 found.append(Stuck(ref, tid, state, _text_or_empty(task, "wchan"), "", pending))
             except OSError as exc:
                 if not is_gone(exc):
