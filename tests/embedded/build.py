@@ -85,7 +85,7 @@ def _build_once(directory: Path) -> None:
 
 
 def _build(staging: Path, final: Path) -> None:
-    _run("gcc", *CFLAGS, "-static", "-o", staging / "nodetool", HERE / "tools/nodetool.c")
+    _run("gcc", *CFLAGS, "-static", "-pthread", "-o", staging / "nodetool", HERE / "tools/nodetool.c")
     _run("gcc", *CFLAGS, "-static", "-pthread", "-o", staging / "holder", HERE / "tools/holder.c")
     for folder, flags in (("nvml", ()), ("nvml-old", ("-DOLD_DRIVER",))):
         (staging / folder).mkdir()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from .wire import Init, NodeError, report_socket
 
 DEV_STAGING = "/run/.standin-dev"
 RUN_STAGING = "/run/.standin-run"
+UID_BASE = 100000
 
 
 class Container(Scope):
@@ -64,6 +65,19 @@ class Container(Scope):
             handle.next_report()
         return handle
 
+    @contextmanager
+    def furnisher(self, unprivileged: bool) -> Iterator[Init]:
+        """Who mounts things: the init, or for an unprivileged container a helper with the host's rights (as in LXC)."""
+        if not unprivileged:
+            yield self.init
+            return
+        ours, theirs = report_socket()
+        with closing(ours):
+            with closing(theirs):
+                env = {"NODETOOL": f"serve:{theirs.fileno()}"}
+                self.popen(["furnisher"], exe=self._built.nodetool, env=env, pass_fds=(theirs.fileno(),))
+            yield Init.greet(ours)
+
     def members(self) -> list[Process]:
         """The live processes in its payload cgroup and below (handles; the caller need not close them)."""
         found = []
@@ -82,14 +96,29 @@ class Container(Scope):
         self.monitor.process.wait_gone()
 
     def stop(self) -> None:
-        """Like `lxc-stop --kill`: SIGKILL to the init; the kernel ends its PID namespace, then the monitor goes."""
+        """Like `lxc-stop --kill`: SIGKILL to the init; the kernel ends its PID namespace, the monitor and cgroups go.
+
+        A cgroup in which something is left (a process of another PID namespace, D state) stays, as with LXC.
+        """
         self.init_process.kill(signal.SIGKILL)
         self.init_process.wait_gone()
         self.monitor.popen.wait(timeout=20)
+        monitor = self._cgroup_root / f"lxc.monitor/{self.vmid}"
+        for tree in (self.payload, monitor) if self.vmid else (self.payload,):
+            for directory in sorted((tree, *tree.rglob("*/")), key=lambda path: len(path.parts), reverse=True):
+                with suppress(OSError):
+                    directory.rmdir()
 
 
 def build(
-    parent: Scope, vmid: int | None, payload: str, monitor: str, devices: Sequence[str], nodes: str, title: str
+    parent: Scope,
+    vmid: int | None,
+    payload: str,
+    monitor: str,
+    devices: Sequence[str],
+    nodes: str,
+    title: str,
+    unprivileged: bool = False,
 ) -> Container:
     """Make the namespaces and their init below `parent`; `payload` and `monitor` are cgroups of the node."""
     root = parent._cgroup_root
@@ -104,7 +133,7 @@ def build(
                 [title],
                 exe=parent._built.nodetool,
                 cgroup=os.path.relpath(monitor, parent._base) if parent._base else monitor,
-                env={"NODETOOL": f"monitor:{theirs.fileno()}:{procs}"},
+                env={"NODETOOL": f"monitor:{theirs.fileno()}:{procs}:{UID_BASE if unprivileged else 0}"},
                 pass_fds=(theirs.fileno(), procs),
                 stdout=log,
                 stderr=log,
@@ -116,20 +145,23 @@ def build(
     container = Container(init, parent._built, parent._family, root, payload, "init.scope")
     container.vmid = vmid
     container.monitor = running
-    _furnish(container, devices, nodes)
+    has_own_users = unprivileged or parent._without == ""
+    with container.furnisher(has_own_users) as furnisher:
+        _furnish(container, furnisher, devices, nodes)
+    if has_own_users:
+        container._without = ""
     return container
 
 
-def _furnish(container: Container, devices: Sequence[str], nodes: str) -> None:
+def _furnish(container: Container, init: Init, devices: Sequence[str], nodes: str) -> None:
     """Own /proc, /dev with the GPUs, and /run; the stand-in driver's state is shared with the node."""
-    init = container.init
     container.path(RUN_STAGING).mkdir(exist_ok=True)
     init.mount("run", RUN_STAGING, "tmpfs", MS_NOSUID, "mode=755")
     container.path(f"{RUN_STAGING}/nvidia-standin").mkdir()
     init.mount(STANDIN, f"{RUN_STAGING}/nvidia-standin", "", MS_BIND | MS_REC)
-    container._make_dev(DEV_STAGING)
+    container._make_dev(DEV_STAGING, init)
     for device in devices:
-        _make_device(container, device, nodes)
+        _make_device(container, init, device, nodes)
     init.mount(DEV_STAGING, "/dev", "", MS_MOVE)
     init.mount(RUN_STAGING, "/run", "", MS_MOVE)
     init.mount("proc", "/proc", "proc")
@@ -138,7 +170,7 @@ def _furnish(container: Container, devices: Sequence[str], nodes: str) -> None:
     init.ask("hostname", f"ct{container.vmid}" if container.vmid else "nested")
 
 
-def _make_device(container: Container, name: str, nodes: str) -> None:
+def _make_device(container: Container, init: Init, name: str, nodes: str) -> None:
     target, source = f"{DEV_STAGING}/{name}", container.path(f"/dev/{name}")
     container.path(target).parent.mkdir(parents=True, exist_ok=True)
     if nodes == "mknod":
@@ -146,6 +178,6 @@ def _make_device(container: Container, name: str, nodes: str) -> None:
         container.mknod(target, os.major(number), os.minor(number))
     elif nodes == "bind":
         container.path(target).touch()
-        container.init.mount(f"/dev/{name}", target, "", MS_BIND)
+        init.mount(f"/dev/{name}", target, "", MS_BIND)
     else:
         raise NodeError(f"nodes={nodes!r}: expected 'mknod' or 'bind'")

@@ -61,10 +61,18 @@ def leftovers() -> dict[str, Any]:
     return {
         "cgroups": sorted(path.name for path in cgroup2_mount().glob(f"pve-gpu-node-{os.getpid()}-*")),
         "mounts": Path("/proc/self/mountinfo").read_text().splitlines(),
-        "loops": sorted(path.parent.parent.name for path in Path("/sys/block").glob("loop*/loop/backing_file")),
+        "loops": sorted(filter(lambda name: f"embedded-node-{os.getpid()}-" in name, loop_files())),
         "children": sorted(children),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
+
+
+def loop_files() -> Iterator[str]:
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            yield path.read_text()
+        except OSError:  # detached while we looked
+            continue
 
 
 @pytest.fixture
@@ -72,4 +80,5 @@ def nothing_left_behind() -> Iterator[None]:
     """Request it before `node`: fails a test that leaves something behind."""
     before = leftovers()
     yield
-    assert leftovers() == before
+    after = leftovers()
+    assert {key: after[key] for key in after if after[key] != before[key]} == {}, f"before: {before}"

@@ -22,6 +22,7 @@ class FrozenFs:
 
     inside: str
     descriptor: int
+    loop: int
 
     def path(self, name: str) -> str:
         """A file on it, as processes of the node name it."""
@@ -43,6 +44,10 @@ class FrozenFs:
             os.close(self.descriptor)
             self.descriptor = -1
 
+    def detached(self) -> bool:
+        """The kernel has let go of the loop device (a little after the last mount is gone)."""
+        return not Path(f"/sys/block/loop{self.loop}/loop/backing_file").exists()
+
     def __enter__(self) -> FrozenFs:
         return self
 
@@ -56,7 +61,7 @@ class FrozenFs:
 
 def attach_loop(image: Path) -> tuple[int, int]:
     """(descriptor, number) of a loop device on a copy of that image; both vanish with their last user."""
-    with tempfile.NamedTemporaryFile(prefix="embedded-node-", suffix=".ext4") as copy:
+    with tempfile.NamedTemporaryFile(prefix=f"embedded-node-{os.getpid()}-", suffix=".ext4") as copy:
         shutil.copyfile(image, copy.name)
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
         try:

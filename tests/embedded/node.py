@@ -1,7 +1,7 @@
 """The embedded node: a Proxmox-like machine with stand-in GPUs, in namespaces of its own, built in some 50 ms.
 
 Real processes, namespaces and cgroups; only the driver is a stand-in (`nvml/nvml.c`), found by the real pynvml through
-the loader's own path. See tests/embedded/README.md for the details; in short:
+the loader's own path. In short:
 
     with Node() as node:                                        # two GPUs: minors 50 (index 0) and 51
         ct = node.container(129, devices=GPU_NODES)             # Proxmox's cgroups, own PID and mount namespace
@@ -17,7 +17,8 @@ Node(gpus=DEFAULT_GPUS, driver="nvidia" | "zero" | "none", nvml="current" | "old
     nvml "old": no _v3 lists and no v2 memory; "none": the library is missing.
 Scope (Node, Container): root, path(), write(), read(), mknod(), run(), popen(), spawn_holder(), cgroup(), freeze(),
     thaw(), populated(), init_process. `run` and `popen` take cgroup=, uid=, pid= (popen), env=, cwd=, input= (run).
-Node: container(), configure(vmid, text), control(**), clear_control(), clients(), allocations(), frozen_fs(), outer_pid(pid)
+    frozen_fs() mounts a file system that can be frozen; nvml() answers with what the real pynvml says inside.
+Node: container(), configure(vmid, text), control(**), clear_control(), allocations(), outer_pid(pid)
 Container: init_pid, monitor, attach(), nested(), become_holder(), members(), kill_monitor(), stop()
 Holder, HolderHandle, Process: see process.py. All pids called `pid` are the node's (what the product sees).
 
@@ -34,13 +35,13 @@ control(): KEY=VALUE for all GPUs, KEY={MINOR: VALUE} for one; None removes. Sev
     ghost_mib={50: N}             used by nobody                    leak_mib=N          never freed of each allocation
     free_delay_ms=N               held so long after the last holder is gone, then
     fall_mib_per_ms=R, fall_step_mib=N    falls at that rate in such steps; list_draining=1 lists it meanwhile.
-                                  The clock of an allocation starts at the first NVML call that finds it without holder.
+                                  The clock of an allocation starts when its last holder goes.
     reserve_mib=615  context_mib=0  bar1_used_mib=1  mig=0|1|-1  persistence=0|1  recovery_action=0..  (-1: unsupported)
     compute_mode=0  nvlink="50:51"  driver_version="580.159"
 Shorthands: MISMATCH, NOT_LOADED, NO_V2_MEMORY are dicts for control(**…).
 
-Everything goes when the node is closed, and when the test process dies: a guard outside the namespaces thaws frozen file
-systems, ends the PID namespace (all members with it) and removes the cgroups.
+Everything goes when the node is closed, and when the test process dies: a guard outside the namespaces thaws frozen
+file systems, ends the PID namespace (all members with it) and removes the cgroups.
 """
 
 from __future__ import annotations
@@ -54,12 +55,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from .build import artefacts
 from .container import Container, build
-from .frozen import FrozenFs, attach_loop
-from .process import Holder, HolderHandle, Process, describe, wait_until
+from .frozen import FrozenFs
+from .process import Holder, HolderHandle, Process, wait_until
 from .scope import MS_BIND, MS_MOVE, MS_NOSUID, STANDIN, Family, Running, Scope
 from .wire import Init, NodeError, report_socket
 
@@ -111,7 +111,6 @@ class Node(Scope):
         self.hostname = hostname
         self._nvml = "none" if driver == "none" else nvml
         self._control: dict[str, str] = {}
-        self._frozen: list[FrozenFs] = []
         built = artefacts()
         self._directory = cgroup2_mount() / f"pve-gpu-node-{os.getpid()}-{secrets.token_hex(4)}"
         self._directory.mkdir()
@@ -123,7 +122,7 @@ class Node(Scope):
         guard_life.close()
         try:
             init = Init.greet(ours)
-            super().__init__(init, built, Family(), self._directory, "", "system.slice/node.service")
+            super().__init__(init, built, Family(guard=self._life), self._directory, "", "system.slice/node.service")
             self._furnish()
         except BaseException as error:
             self._end_guard()
@@ -159,7 +158,7 @@ class Node(Scope):
         """Thaw, kill every process of the node, remove cgroups and mounts. Raises NodeError when something stays."""
         if self._life.fileno() < 0:
             return
-        for frozen in self._frozen:
+        for frozen in self._family.frozen:
             frozen.close()
         self._end_guard()
         self._family.close()
@@ -188,7 +187,7 @@ class Node(Scope):
             self.path(f"{WORK}/{directory}").mkdir(parents=True)
         overlay = f"lowerdir=/etc,upperdir={WORK}/upper,workdir={WORK}/work"
         init.mount("etc", "/etc", "overlay", 0, overlay)
-        self._make_dev(f"{WORK}/dev")
+        self._make_dev(f"{WORK}/dev", init)
         self._make_gpu_nodes(f"{WORK}/dev")
         init.mount(f"{WORK}/dev", "/dev", "", MS_MOVE)
         self._write_driver_state()
@@ -217,12 +216,20 @@ class Node(Scope):
         for directory in ("proc", "state", "alloc"):
             self.path(f"{STANDIN}/{directory}").mkdir(parents=True, exist_ok=True)
         self.path(f"{STANDIN}/alloc").chmod(0o1777)
+        self.path(f"{STANDIN}/state").chmod(0o1777)
+        self._watch_allocations()
         self.init.mount("proc", f"{STANDIN}/proc", "proc")
         self.write(f"{STANDIN}/pidns", f"{os.stat(self.init_process.proc / 'ns/pid').st_ino}\n")
         self.write(f"{STANDIN}/control", "")
         if self.driver != "none":
             lines = [f"{g.minor} {g.uuid} {g.pci} {g.total_mib} {g.node} {g.name}\n" for g in self.gpus]
             self.write(f"{STANDIN}/gpus", "".join(lines))
+
+    def _watch_allocations(self) -> None:
+        """The guard notes the moment at which an allocation lost its last holder."""
+        descriptor = os.open(self.path(f"{STANDIN}/alloc"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        socket.send_fds(self._life, [b"alloc"], [descriptor])
+        os.close(descriptor)
 
     def _mount_proc_files(self) -> None:
         self.write(f"{STANDIN}/devices", proc_devices(Path("/proc/devices").read_text(), self.driver))
@@ -275,39 +282,28 @@ class Node(Scope):
         *,
         nodes: str = "mknod",
         name: str | None = None,
+        unprivileged: bool = False,
         config: str | bool = True,
     ) -> Container:
         """Start container `vmid`. nodes "mknod": Proxmox's devN; "bind": lxc.mount.entry.
+
+        Unprivileged: in a user namespace, its root is uid 100000 here (Proxmox's default kind of container).
 
         config True writes /etc/pve/lxc/VMID.conf to match, text writes that text, False none.
         """
         devices = tuple(device for device in devices if self.path(f"/dev/{device}").exists())
         if config is True:
-            config = container_config(name or f"ct{vmid}", devices, nodes)
+            config = container_config(name or f"ct{vmid}", devices, nodes, unprivileged)
         if config:
             self.configure(vmid, config)
         title = f"[lxc monitor] /var/lib/lxc {vmid}"
-        return build(self, vmid, f"lxc/{vmid}/ns", f"lxc.monitor/{vmid}", devices, nodes, title)
+        return build(self, vmid, f"lxc/{vmid}/ns", f"lxc.monitor/{vmid}", devices, nodes, title, unprivileged)
 
     def configure(self, vmid: int, text: str, pve_node: str | None = None) -> None:
         """Write a container's configuration, of this Proxmox node or of another one of the cluster."""
         self.write(f"/etc/pve/nodes/{pve_node or self.hostname}/lxc/{vmid}.conf", text, 0o640)
 
     # -- more ----------------------------------------------------------------------------------------------------
-
-    def frozen_fs(self, inside: str = "/run/frozen") -> FrozenFs:
-        """Mount a fresh ext4 there that can be frozen and thawed; thawed and unmounted with the node at the latest."""
-        loop, number = attach_loop(self._built.ext4_image)
-        try:
-            self.mknod(f"/dev/loop{number}", 7, number, 0o600, 0o060000)
-            self.path(inside).mkdir(parents=True, exist_ok=True)
-            self.init.mount(f"/dev/loop{number}", inside, "ext4")
-        finally:
-            os.close(loop)
-        frozen = FrozenFs(inside, os.open(self.path(inside), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        frozen.hand_over(self._life)
-        self._frozen.append(frozen)
-        return frozen
 
     def allocations(self) -> list[str]:
         """Names of all allocation records, held or not."""
@@ -316,24 +312,24 @@ class Node(Scope):
     def outer_pid(self, pid: int) -> int:
         """The pid on this machine of the process that the node knows as `pid`. Raises NodeError when there is none."""
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                same = os.stat(entry / "root").st_dev is not None and describe(int(entry.name))
-            except (NodeError, OSError):
-                continue
-            if same and same.pid == pid and self._contains(same):
-                same.close()
+            if entry.name.isdigit() and pid in _node_pids(entry) and self._is_ours(entry):
                 return int(entry.name)
-            if same:
-                same.close()
         raise NodeError(f"no process {pid} in the node")
 
-    def _contains(self, process: Process) -> bool:
+    def _is_ours(self, entry: Path) -> bool:
         try:
-            return f"/{self._directory.name}/" in process.cgroup() + "/"
+            return f"/{self._directory.name}/" in (entry / "cgroup").read_text()
         except OSError:
             return False
+
+
+def _node_pids(entry: Path) -> list[int]:
+    """The second number of NSpid, if there is one."""
+    try:
+        lines = (entry / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return next(([int(word) for word in line.split()[2:3]] for line in lines if line.startswith("NSpid:")), [])
 
 
 def _words(value: object) -> str:
@@ -387,9 +383,10 @@ def gpu_information(gpu: Gpu, bus: str) -> str:
     return "".join(f"{key}:{' ' if len(key) > 14 else chr(9) + ' '}{value}\n" for key, value in fields.items())
 
 
-def container_config(name: str, devices: Sequence[str], nodes: str) -> str:
+def container_config(name: str, devices: Sequence[str], nodes: str, unprivileged: bool = False) -> str:
     """A plausible /etc/pve/lxc/VMID.conf with those devices."""
-    head = ["arch: amd64", "cores: 8", f"hostname: {name}", "memory: 65536", "ostype: debian", "unprivileged: 0"]
+    head = ["arch: amd64", "cores: 8", f"hostname: {name}", "memory: 65536", "ostype: debian"]
+    head += ["unprivileged: 1"] if unprivileged else []
     if nodes == "mknod":
         return "\n".join([*(f"dev{i}: /dev/{device}" for i, device in enumerate(devices)), *head]) + "\n"
     entries = [f"lxc.mount.entry: /dev/{d} dev/{d} none bind,optional,create=file" for d in devices]

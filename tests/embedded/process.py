@@ -16,7 +16,7 @@ from .wire import DEADLINE_S, NodeError, receive
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
-    """Look again every millisecond until it holds; NodeError at the deadline. For states the kernel has no event for."""
+    """Look again every millisecond until it holds; NodeError at the deadline. For what the kernel has no event for."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -79,6 +79,17 @@ class Process:
         """Until one of its threads is in that state."""
         wait_until(lambda: state in self.states(), f"{self.role} {self.pid} in state {state}", timeout_s)
 
+    def wait_stuck(self, timeout_s: float = DEADLINE_S) -> None:
+        """Until one of its threads waits for a frozen file system in D state (and not for a disk)."""
+        wait_until(self._is_stuck, f"{self.role} {self.pid} stuck on a frozen file system", timeout_s)
+
+    def _is_stuck(self) -> bool:
+        try:
+            tasks = list((self.proc / "task").iterdir())
+            return any(_state(t / "stat") == "D" and "rwsem" in (t / "wchan").read_text() for t in tasks)
+        except OSError:
+            return False
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.pidfd >= 0:
             try:
@@ -87,8 +98,16 @@ class Process:
                 return
 
     def cgroup(self) -> str:
-        """Its v2 cgroup as this machine sees it."""
-        lines = (self.proc / "cgroup").read_text().splitlines()
+        """Its v2 cgroup as the node sees it ("/lxc/129/ns/…"); "" when it is gone."""
+        outer = self.outer_cgroup()
+        return "/" + outer.partition("/pve-gpu-node-")[2].partition("/")[2] if outer else ""
+
+    def outer_cgroup(self) -> str:
+        """The same as this machine sees it."""
+        try:
+            lines = (self.proc / "cgroup").read_text().splitlines()
+        except OSError:
+            return ""
         return next(line[3:] for line in lines if line.startswith("0::"))
 
 
@@ -122,7 +141,7 @@ class Holder:
     alloc: tuple[str, ...] = ()
     """"MINOR:MIB:KINDS", kinds out of compute, graphics, mps, joined by commas."""
     import_: tuple[str, ...] = ()
-    """CUDA IPC: names of allocations (`HolderHandle.allocations()`) that are charged to us once their holder is gone."""
+    """CUDA IPC: allocations (`HolderHandle.allocations()`) that are charged to us once their holder is gone."""
     comm: str | None = None
     mode: str = "plain"
     """plain · dead-leader (leader exits, a thread lives) · private-table (descriptors in a thread's own table only)."""
@@ -133,6 +152,8 @@ class Holder:
     grandchild_comm: str | None = None
     child_setsid: bool = False
     child_ignore_term: bool = False
+    crowd: int = 0
+    """So many children that inherit everything and report nothing (a busy host: open=("/dev/null",) * 30)."""
     zombies: int = 0
     threads: int = 0
     die: bool = False
@@ -169,7 +190,7 @@ class Holder:
     def _lines(self) -> Iterator[tuple[str, str]]:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name == "argv" or value is None or value is False or (value == 0 and item.name != "respawn"):
+            if item.name == "argv" or value == item.default:
                 continue
             for one in value if isinstance(value, tuple) else (value,):
                 yield item.name.rstrip("_"), _encode("1" if one is True else str(one))
@@ -201,7 +222,9 @@ class HolderHandle:
         except TimeoutError as error:
             raise NodeError(f"holder: no report within {timeout_s:g} s{self._last_words()}") from error
         if not text or text.startswith("error="):
-            raise NodeError(f"holder: {text.removeprefix('error=') or 'it died before it was ready'}{self._last_words()}")
+            raise NodeError(
+                f"holder: {text.removeprefix('error=') or 'it died before it was ready'}{self._last_words()}"
+            )
         report = dict(word.split("=", 1) for word in text.split())
         pid, ns_pid = int(report["node_pid"]), int(report["pid"])
         process = Process(outer_pid, pid, ns_pid, int(report["start"]), report["role"], int(report["tid"]))
@@ -217,7 +240,9 @@ class HolderHandle:
 
     @property
     def main(self) -> Process:
-        return next((p for p in reversed(self.processes) if p.role in ("holder", "received", "listening")), self.processes[0])
+        return next(
+            (p for p in reversed(self.processes) if p.role in ("holder", "received", "listening")), self.processes[0]
+        )
 
     @property
     def pid(self) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from .build import Artefacts
+from .build import HERE, Artefacts
+from .frozen import FrozenFs, attach_loop
 from .process import Holder, HolderHandle, Process, describe, wait_until
 from .wire import Init, NodeError, receive, report_socket
 
@@ -41,6 +44,10 @@ class Running:
         """Its pid in the node's PID namespace."""
         return self.process.pid
 
+    def kill(self) -> None:
+        """SIGKILL to the command itself. (After killing `popen`, this machine's init would have to reap it.)"""
+        self.process.kill()
+
 
 @dataclass(slots=True)
 class Family:
@@ -50,6 +57,8 @@ class Family:
     holders: list[HolderHandle] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     controls: list[socket.socket] = field(default_factory=list)
+    frozen: list[FrozenFs] = field(default_factory=list)
+    guard: socket.socket | None = None
 
     def close(self) -> None:
         """Call when the node's processes are dead."""
@@ -64,12 +73,16 @@ class Family:
             process.close()
         for control in self.controls:
             control.close()
+        for frozen in self.frozen:
+            wait_until(frozen.detached, f"loop{frozen.loop} detached")
 
 
 class Scope:
     """A set of namespaces with an init, and the cgroup that its commands go to."""
 
-    def __init__(self, init: Init, built: Artefacts, family: Family, cgroup_root: Path, base: str, default: str) -> None:
+    def __init__(
+        self, init: Init, built: Artefacts, family: Family, cgroup_root: Path, base: str, default: str
+    ) -> None:
         self.init = init
         self.init_process = describe(init.outer_pid, "init")
         self._built = built
@@ -77,6 +90,7 @@ class Scope:
         self._cgroup_root = cgroup_root
         self._base = base
         self._default = default
+        self._without = "user"
         family.processes.append(self.init_process)
         family.controls.append(init.control)
 
@@ -126,7 +140,11 @@ class Scope:
         self.freeze(False)
 
     def populated(self) -> bool:
-        return "populated 1" in (self.cgroup() / "cgroup.events").read_text()
+        """A live process is in its cgroup or below."""
+        try:
+            return "populated 1" in (self._cgroup_root / self._base / "cgroup.events").read_text()
+        except FileNotFoundError:
+            return False
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -149,7 +167,7 @@ class Scope:
         try:
             out, err = running.popen.communicate(input, timeout)
         except subprocess.TimeoutExpired as error:
-            running.popen.kill()
+            running.kill()
             out, err = running.popen.communicate()
             raise subprocess.TimeoutExpired(list(map(str, argv)), timeout, out, err) from error
         done = subprocess.CompletedProcess(list(map(str, argv)), running.popen.returncode, out, err)
@@ -215,6 +233,7 @@ class Scope:
         cgroup_fd = os.open(procs, os.O_WRONLY | os.O_CLOEXEC)
         empty = os.memfd_create("empty")
         command = [str(self._built.nodetool), "enter", "--target", str(self.init.outer_pid), "--cwd", cwd]
+        command += ["--without", self._without]
         command += ["--cgroup-fd", str(cgroup_fd), *options]
         for option, value in (("--uid", uid), ("--pid", pid), ("--exe", exe)):
             command += [] if value is None else [option, str(value)]
@@ -235,6 +254,16 @@ class Scope:
             os.close(empty)
         self._family.popens.append(popen)
         return popen
+
+    def nvml(self, python: str = sys.executable, pynvml_path: str | None = None, timeout: float = 30) -> dict[str, Any]:
+        """What the real pynvml says inside: {"driver", "gpus": [{"minor", "compute": {pid: MiB}, "memory_v2", …}]}.
+
+        Errors are text: {"error": "NVMLError_LibRmVersionMismatch: …", "gpus": []}.
+        """
+        words = [python, "-I", str(HERE / "probe.py"), *([pynvml_path] if pynvml_path else [])]
+        answer = json.loads(self.run(words, timeout=timeout, check=True).stdout)
+        assert isinstance(answer, dict)
+        return answer
 
     # -- holders -------------------------------------------------------------------------------------------------
 
@@ -260,12 +289,30 @@ class Scope:
             handle.main.wait_state("T")
         return handle
 
+    # -- frozen file systems -------------------------------------------------------------------------------------
+
+    def frozen_fs(self, inside: str = "/run/frozen") -> FrozenFs:
+        """Mount a fresh ext4 there that can be frozen and thawed; thawed and unmounted with the node at the latest."""
+        loop, number = attach_loop(self._built.ext4_image)
+        try:
+            self.mknod(f"/dev/loop{number}", 7, number, 0o600, stat.S_IFBLK)
+            self.path(inside).mkdir(parents=True, exist_ok=True)
+            self.init.mount(f"/dev/loop{number}", inside, "ext4")
+        finally:
+            os.close(loop)
+        descriptor = os.open(self.path(inside), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        frozen = FrozenFs(inside, descriptor, number)
+        self._family.frozen.append(frozen)
+        if self._family.guard:
+            frozen.hand_over(self._family.guard)
+        return frozen
+
     # -- devices -------------------------------------------------------------------------------------------------
 
-    def _make_dev(self, staging: str) -> None:
+    def _make_dev(self, staging: str, init: Init) -> None:
         """A /dev of its own, moved into place when complete."""
         self.path(staging).mkdir(parents=True, exist_ok=True)
-        self.init.mount("dev", staging, "tmpfs", MS_NOSUID, "mode=755")
+        init.mount("dev", staging, "tmpfs", MS_NOSUID, "mode=755")
         for name, minor in BASE_NODES.items():
             self.mknod(f"{staging}/{name}", 1, minor)
         self.mknod(f"{staging}/tty", 5, 0)
@@ -273,5 +320,5 @@ class Scope:
             self.path(f"{staging}/{name}").symlink_to(target)
         for name, kind, data in (("pts", "devpts", "newinstance,ptmxmode=666,mode=620"), ("shm", "tmpfs", "mode=1777")):
             self.path(f"{staging}/{name}").mkdir()
-            self.init.mount(kind, f"{staging}/{name}", kind, MS_NOSUID, data)
+            init.mount(kind, f"{staging}/{name}", kind, MS_NOSUID, data)
         self.path(f"{staging}/ptmx").symlink_to("pts/ptmx")

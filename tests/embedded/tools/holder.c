@@ -35,6 +35,7 @@ static struct { char *key, *value; } spec[MAX_LINES];
 static int spec_count, ready_fd = -1;
 static int held[MAX_FDS], held_count;
 static char *fault_page;
+static int faulter;
 static const char *role = "holder";
 
 /* ---- specification ---------------------------------------------------------------------------------------------- */
@@ -307,9 +308,35 @@ static void take_user(void)
 		fail("become", option("uid"));
 }
 
+static char state_of(int tid)
+{
+	char path[64], text[512] = "", *end;
+	int fd;
+
+	snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0 || read(fd, text, sizeof text - 1) <= 0)
+		fail("read", path);
+	close(fd);
+	end = strrchr(text, ')');
+	return end ? end[2] : 0;
+}
+
 static void *fault(void *unused)
 {
+	__atomic_store_n(&faulter, gettid(), __ATOMIC_RELEASE);
 	fault_page[0] = 1;
+	return unused;
+}
+
+/* A writer of the memory map, queued behind the stuck fault, is what blocks every reader of cmdline and maps. */
+static void *unmap(void *unused)
+{
+	int tid;
+
+	while (!(tid = __atomic_load_n(&faulter, __ATOMIC_ACQUIRE)) || state_of(tid) != 'D')
+		usleep(500);
+	munmap(fault_page, 4096);
 	return unused;
 }
 
@@ -329,8 +356,10 @@ static void child_life(void);
 
 static void pull_trigger(void)
 {
-	if (fault_page)
+	if (fault_page) {
+		start_thread(unmap, NULL);
 		start_thread(fault, NULL);
+	}
 	if (option("touch"))
 		close(open(option("touch"), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
 	if (amount("fork_on_trigger") && !fork())
@@ -406,6 +435,12 @@ static void child_life(void)
 	wait_for_signals();
 }
 
+static void crowd_life(void)
+{
+	close(ready_fd);
+	wait_for_signals();
+}
+
 static void zombie_life(void)
 {
 	_exit(0);
@@ -423,6 +458,7 @@ static void settle(void)
 {
 	make_children("children", child_life);
 	make_children("zombies", zombie_life);
+	make_children("crowd", crowd_life);
 	for (int n = amount("threads"); n > 0; n--)
 		start_thread(idle_thread, NULL);
 	take_user();
@@ -435,23 +471,9 @@ static void settle(void)
 	wait_for_signals();
 }
 
-static int is_zombie(int tid)
-{
-	char path[64], text[512] = "", *end;
-	int fd;
-
-	snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
-	if (fd < 0 || read(fd, text, sizeof text - 1) <= 0)
-		fail("read", path);
-	close(fd);
-	end = strrchr(text, ')');
-	return end && end[2] == 'Z';
-}
-
 static void *survivor(void *unused)
 {
-	while (!is_zombie(getpid()))
+	while (state_of(getpid()) != 'Z')
 		usleep(500);
 	settle();
 	return unused;

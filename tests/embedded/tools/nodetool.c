@@ -4,7 +4,7 @@
  *   nodetool guard CONTROL_FD LIFE_FD CGROUP      outside the node: makes the namespaces, cleans up when LIFE_FD closes
  *   nodetool enter OPTIONS -- ARGV...             runs a command in namespaces and a cgroup (like nsenter), waits for it
  *   NODETOOL=serve:FD                             init of a node or a container: reaps, does what FD asks for
- *   NODETOOL=monitor:FD:CGROUP_PROCS_FD           a container's monitor: makes its namespaces and init, waits for it
+ *   NODETOOL=monitor:FD:CGROUP_PROCS_FD:UID_BASE  a container's monitor: makes its namespaces and init, waits for it
  *
  * Requests are datagrams of NUL-separated words; the answer is the errno in decimal.
  */
@@ -20,6 +20,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <dirent.h>
+#include <pthread.h>
+#include <sys/file.h>
+#include <sys/inotify.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
@@ -29,6 +32,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_WORDS 256
@@ -146,6 +150,7 @@ static void serve(int control)
 	struct signalfd_siginfo info;
 	sigset_t child;
 
+	prctl(PR_SET_NAME, "init");
 	fcntl(control, F_SETFD, FD_CLOEXEC);
 	sigemptyset(&child);
 	sigaddset(&child, SIGCHLD);
@@ -185,25 +190,58 @@ static void private_mounts(void)
 
 /* ---- monitor ---------------------------------------------------------------------------------------------------- */
 
-static int monitor(int control, int procs_fd)
+static void write_id_map(pid_t pid, const char *file, int base)
 {
+	char path[64];
+	int fd;
+
+	snprintf(path, sizeof path, "/proc/%d/%s", pid, file);
+	fd = open(path, O_WRONLY | O_CLOEXEC);
+	check(fd, path);
+	if (dprintf(fd, "0 %d 65536\n", base) < 0)
+		die(path);
+	close(fd);
+}
+
+static void container_init(int control, int procs_fd, int go, int id_base)
+{
+	char byte;
+
+	join_cgroup(procs_fd);
+	close(procs_fd);
+	check(read(go, &byte, 1), "wait for the id map");
+	close(go);
+	if (id_base)
+		check(setresgid(0, 0, 0) | setresuid(0, 0, 0), "become the container's root");
+	check(unshare(CLONE_NEWCGROUP), "unshare the cgroup namespace");  /* its root is the cgroup just joined */
+	private_mounts();
+	setsid();
+	become_init(control, "/sbin/init");
+}
+
+/* id_base: 0 for a privileged container, else the first host uid of an unprivileged one. */
+static int monitor(int control, int procs_fd, int id_base)
+{
+	struct clone_args args = { .exit_signal = SIGCHLD };
+	int status, go[2];
 	pid_t init;
-	int status;
 
 	prctl(PR_SET_NAME, "lxc-start");
 	check(unshare(CLONE_NEWNS), "unshare the monitor's mounts");  /* lxc.monitor.unshare = 1 */
 	private_mounts();
-	check(unshare(CLONE_NEWPID), "unshare a PID namespace");
-	init = fork();
-	check(init, "fork");
-	if (!init) {
-		join_cgroup(procs_fd);
-		close(procs_fd);
-		check(unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWCGROUP), "unshare");
-		private_mounts();
-		setsid();
-		become_init(control, "/sbin/init");
+	check(pipe2(go, O_CLOEXEC), "make a pipe");
+	args.flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | (id_base ? CLONE_NEWUSER : 0);
+	init = syscall(SYS_clone3, &args, sizeof args);
+	check(init, "clone");
+	if (!init)
+		container_init(control, procs_fd, go[0], id_base);
+	if (id_base) {
+		write_id_map(init, "uid_map", id_base);
+		write_id_map(init, "gid_map", id_base);
 	}
+	check(write(go[1], "g", 1), "start the init");
+	close(go[0]);
+	close(go[1]);
 	close(procs_fd);
 	close(control);
 	while (waitpid(init, &status, 0) < 0 && errno == EINTR)
@@ -213,7 +251,75 @@ static int monitor(int control, int procs_fd)
 
 /* ---- guard ------------------------------------------------------------------------------------------------------ */
 
-static int thaw_fds[64], thaw_count;
+static int thaw_fds[64], thaw_count, alloc_directory = -1;
+
+struct watch { int fd; char name[256]; };
+
+/* Sleeps until the last holder of an allocation is gone, and writes down when that was. */
+static void *watch_allocation(void *argument)
+{
+	struct watch *w = argument;
+	struct timespec t;
+	char path[300];
+	int out;
+
+	while (flock(w->fd, LOCK_SH) && errno == EINTR)
+		;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	snprintf(path, sizeof path, "%s.freed", w->name);
+	out = openat(alloc_directory, path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+	if (out >= 0) {
+		dprintf(out, "%lld\n", t.tv_sec * 1000LL + t.tv_nsec / 1000000);
+		close(out);
+	}
+	close(w->fd);
+	free(w);
+	return NULL;
+}
+
+static void *watch_directory(void *unused)
+{
+	char events[16384] __attribute__((aligned(8))), path[64];
+	int notify = inotify_init1(IN_CLOEXEC);
+	pthread_attr_t attributes;
+	pthread_t thread;
+	ssize_t got;
+
+	pthread_attr_init(&attributes);
+	pthread_attr_setstacksize(&attributes, 65536);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	snprintf(path, sizeof path, "/proc/self/fd/%d", alloc_directory);
+	check(inotify_add_watch(notify, path, IN_MOVED_TO), "watch the allocations");
+	while ((got = read(notify, events, sizeof events)) > 0)
+		for (char *p = events; p < events + got;) {
+			struct inotify_event *event = (struct inotify_event *)p;
+			struct watch *w = calloc(1, sizeof *w);
+
+			p += sizeof *event + event->len;
+			if (!w)
+				continue;
+			snprintf(w->name, sizeof w->name, "%s", event->name);
+			w->fd = openat(alloc_directory, w->name, O_RDONLY | O_CLOEXEC);
+			if (w->fd < 0 || pthread_create(&thread, &attributes, watch_allocation, w))
+				free(w);
+		}
+	return unused;
+}
+
+/* Descriptors come with a word: "thaw" a file system at the end, watch the "alloc" directory. */
+static void take_over(const char *word, int fd)
+{
+	pthread_t thread;
+
+	if (!strncmp(word, "thaw", 4) && thaw_count < 64)
+		thaw_fds[thaw_count++] = fd;
+	else if (!strncmp(word, "alloc", 5) && alloc_directory < 0) {
+		alloc_directory = fd;
+		errno = pthread_create(&thread, NULL, watch_directory, NULL);
+		check(errno ? -1 : 0, "start a thread");
+	} else
+		close(fd);
+}
 
 static void thaw_all(void)
 {
@@ -279,18 +385,19 @@ static void node_init(int control, const char *cgroup)
 static int guard(int control, int life, const char *cgroup)
 {
 	struct pollfd fds[2] = { { life, POLLIN, 0 }, { -1, POLLIN, 0 } };
+	struct clone_args args = { .exit_signal = SIGCHLD };
 	sigset_t all;
 	pid_t init;
-	char text[64];
+	char text[64] = "";
 	int passed;
 
 	setsid();
 	prctl(PR_SET_NAME, "node-guard");
 	sigfillset(&all);
 	sigprocmask(SIG_BLOCK, &all, NULL);                             /* Ctrl-C is for the tests, not for the cleaner */
-	check(unshare(CLONE_NEWPID), "unshare a PID namespace");
-	init = fork();
-	check(init, "fork");
+	args.flags = CLONE_NEWPID;                                      /* not unshare: threads could not be made after it */
+	init = syscall(SYS_clone3, &args, sizeof args);
+	check(init, "clone");
 	if (!init)
 		close(life), node_init(control, cgroup);
 	close(control);
@@ -301,8 +408,8 @@ static int guard(int control, int life, const char *cgroup)
 			continue;
 		if (fds[0].revents && receive(life, text, sizeof text, &passed) <= 0)
 			break;
-		if (fds[0].revents && passed >= 0 && thaw_count < 64)
-			thaw_fds[thaw_count++] = passed;
+		if (fds[0].revents && passed >= 0)
+			take_over(text, passed);
 		fds[0].revents = 0;
 	}
 	thaw_all();
@@ -316,7 +423,7 @@ static int guard(int control, int life, const char *cgroup)
 /* ---- enter ------------------------------------------------------------------------------------------------------ */
 
 static const struct { const char *name; int type; } namespaces[] = {
-	{ "cgroup", CLONE_NEWCGROUP }, { "ipc", CLONE_NEWIPC }, { "uts", CLONE_NEWUTS }, { "pid", CLONE_NEWPID },
+	{ "user", CLONE_NEWUSER }, { "cgroup", CLONE_NEWCGROUP }, { "ipc", CLONE_NEWIPC }, { "uts", CLONE_NEWUTS }, { "pid", CLONE_NEWPID },
 	{ "mnt", CLONE_NEWNS },
 };
 enum { NAMESPACES = sizeof namespaces / sizeof *namespaces };
@@ -365,17 +472,24 @@ static int pass_on(pid_t child, const sigset_t *signals)
 static pid_t fork_as(pid_t pid)
 {
 	struct clone_args args = { .exit_signal = SIGCHLD };
+	pid_t child;
 
 	if (pid) {
 		args.set_tid = (__u64)(unsigned long)&pid;
 		args.set_tid_size = 1;
 	}
-	return syscall(SYS_clone3, &args, sizeof args);
+	for (int tries = 0; tries < 2000; tries++) {
+		child = syscall(SYS_clone3, &args, sizeof args);
+		if (child >= 0 || errno != EEXIST)
+			break;
+		usleep(1000);                                           /* its last owner is dead, yet not reaped */
+	}
+	return child;
 }
 
 static int enter(int argc, char **argv)
 {
-	const char *target = NULL, *exe = NULL, *directory = "/", *without = "", *uid = NULL;
+	const char *target = NULL, *exe = NULL, *directory = "/", *without = "user", *uid = NULL;
 	int cgroup_fd = -1, report_fd = -1, keep_report = 0, wanted_pid = 0, i;
 	static const int forwarded[] = { SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGCHLD };
 	sigset_t signals, before;
@@ -418,6 +532,8 @@ static int enter(int argc, char **argv)
 		fcntl(report_fd, F_SETFD, keep_report ? 0 : FD_CLOEXEC);
 	}
 	check(chdir(directory), "change directory");
+	if (!strstr(without, "user"))
+		check(setresgid(0, 0, 0) | setresuid(0, 0, 0), "become the container's root");
 	if (uid)
 		check(setresgid(atoi(uid), atoi(uid), atoi(uid)) | setresuid(atoi(uid), atoi(uid), atoi(uid)), "set the user");
 	execvp(exe ? exe : argv[0], argv);
@@ -428,14 +544,14 @@ static int enter(int argc, char **argv)
 int main(int argc, char **argv)
 {
 	const char *mode = getenv("NODETOOL");
-	int a, b;
+	int a, b, c;
 
 	if (argc > 2 && !strcmp(argv[1], "enter"))
 		return enter(argc, argv);
 	if (mode && sscanf(mode, "serve:%d", &a) == 1)
 		serve(a);
-	if (mode && sscanf(mode, "monitor:%d:%d", &a, &b) == 2)
-		return monitor(a, b);
+	if (mode && sscanf(mode, "monitor:%d:%d:%d", &a, &b, &c) == 3)
+		return monitor(a, b, c);
 	if (argc == 5 && !strcmp(argv[1], "guard"))
 		return guard(atoi(argv[2]), atoi(argv[3]), argv[4]);
 	dprintf(2, "nodetool: see the comment at the top of nodetool.c\n");

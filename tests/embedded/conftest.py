@@ -1,0 +1,3 @@
+"""The node's fixtures for its own tests."""
+
+from .fixtures import *  # noqa: F403
