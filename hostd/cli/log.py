@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -24,6 +25,8 @@ FULL_ID = 36
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # `--since -1h`, as journalctl takes it: argparse lets an option's value begin with `-` only when it is a number
+    parser._negative_number_matcher = re.compile(r"-\d")
     parser.add_argument("vmid", nargs="?", type=container_id, metavar="VMID", help="only this container")
     parser.add_argument(
         "-S", "--since", metavar="TIME", help="'YYYY-MM-DD HH:MM', yesterday, -1h, '2 hours ago', @EPOCH"
