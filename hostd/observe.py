@@ -278,8 +278,8 @@ def read_driver(blind: list[BlindSpot]) -> DriverNumbers:
 def known_gpus(snapshot: NvmlSnapshot, blind: list[BlindSpot]) -> tuple[GpuInfo, ...]:
     """GPUs known to the kernel side or the driver's library, joined."""
     try:
-        from_proc = devices.read_proc_gpus()
-    except OSError as exc:
+        from_proc = devices.read_proc_gpus(known=[g.info for g in snapshot.gpus])
+    except OSError as exc:  # TimeoutError too: these files go through the driver and can hang with it
         blind.append(BlindSpot("devices", "/proc/driver/nvidia/gpus", str(exc), "detail-unreadable"))
         from_proc = ()
     return devices.merge_gpus(from_proc, tuple(g.info for g in snapshot.gpus))
