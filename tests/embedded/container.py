@@ -15,6 +15,9 @@ from .wire import Init, NodeError, report_socket
 
 DEV_STAGING = "/run/.standin-dev"
 RUN_STAGING = "/run/.standin-run"
+ETC_STAGING = "/run/.standin-etc"
+ETC_FILES = ("passwd", "group", "nsswitch.conf", "hosts", "host.conf", "os-release", "debian_version", "machine-id",
+             "ld.so.cache", "localtime", "profile")  # fmt: skip
 UID_BASE = 100000
 
 
@@ -154,7 +157,7 @@ def build(
 
 
 def _furnish(container: Container, init: Init, devices: Sequence[str], nodes: str) -> None:
-    """Own /proc, /dev with the GPUs, and /run; the stand-in driver's state is shared with the node."""
+    """Own /proc, /etc, /dev with the GPUs, and /run; the stand-in driver's state is shared with the node."""
     container.path(RUN_STAGING).mkdir(exist_ok=True)
     init.mount("run", RUN_STAGING, "tmpfs", MS_NOSUID, "mode=755")
     container.path(f"{RUN_STAGING}/nvidia-standin").mkdir()
@@ -162,12 +165,27 @@ def _furnish(container: Container, init: Init, devices: Sequence[str], nodes: st
     container._make_dev(DEV_STAGING, init)
     for device in devices:
         _make_device(container, init, device, nodes)
+    _make_etc(container, init)
     init.mount(DEV_STAGING, "/dev", "", MS_MOVE)
     init.mount(RUN_STAGING, "/run", "", MS_MOVE)
     init.mount("proc", "/proc", "proc")
     if container.path(f"{STANDIN}/devices").exists():
         init.mount(f"{STANDIN}/devices", "/proc/devices", "", MS_BIND)
     init.ask("hostname", f"ct{container.vmid}" if container.vmid else "nested")
+
+
+def _make_etc(container: Container, init: Init) -> None:
+    """An /etc of its own, so that whatever a test writes there is the container's alone."""
+    staging = container.path(ETC_STAGING)
+    staging.mkdir(exist_ok=True)
+    init.mount("etc", ETC_STAGING, "tmpfs", MS_NOSUID, "mode=755")
+    for name in ETC_FILES:
+        with suppress(FileNotFoundError):
+            (staging / name).write_bytes(container.path(f"/etc/{name}").read_bytes())
+    if container.path("/etc/alternatives").is_dir():
+        (staging / "alternatives").mkdir()
+        init.mount("/etc/alternatives", f"{ETC_STAGING}/alternatives", "", MS_BIND)
+    init.mount(ETC_STAGING, "/etc", "", MS_MOVE)
 
 
 def _make_device(container: Container, init: Init, name: str, nodes: str) -> None:

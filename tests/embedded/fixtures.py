@@ -14,7 +14,7 @@ from .node import Container, Node, cgroup2_mount
 
 __all__ = ["container", "make_node", "node", "nothing_left_behind", "require_node"]
 
-PROMISED = "PVE_GPU_RELEASE_TEST_NODE"
+PROMISED = "PGR_REQUIRE_EMBEDDED"
 
 
 def why_no_node() -> str | None:
@@ -28,7 +28,7 @@ def why_no_node() -> str | None:
 
 @pytest.fixture(scope="session")
 def require_node() -> None:
-    """Skips where a node cannot be built; fails there when PVE_GPU_RELEASE_TEST_NODE=1 promised one."""
+    """Skips where a node cannot be built; fails there when PGR_REQUIRE_EMBEDDED=1 promised one."""
     reason = why_no_node()
     if reason and os.environ.get(PROMISED) == "1":
         pytest.fail(reason)

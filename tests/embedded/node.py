@@ -15,12 +15,20 @@ the loader's own path. In short:
 Node(gpus=DEFAULT_GPUS, driver="nvidia" | "zero" | "none", nvml="current" | "old" | "none", hostname="pve8")
     driver "zero": the mapping-only node (major 1 is the driver's and c 1 5 the only GPU); "none": no NVIDIA driver.
     nvml "old": no _v3 lists and no v2 memory; "none": the library is missing.
-Scope (Node, Container): root, path(), write(), read(), mknod(), run(), popen(), spawn_holder(), cgroup(), freeze(),
-    thaw(), populated(), init_process. `run` and `popen` take cgroup=, uid=, pid= (popen), env=, cwd=, input= (run).
-    frozen_fs() mounts a file system that can be frozen; nvml() answers with what the real pynvml says inside.
-Node: container(), configure(vmid, text), control(**), clear_control(), allocations(), outer_pid(pid)
-Container: init_pid, monitor, attach(), nested(), become_holder(), members(), kill_monitor(), stop()
-Holder, HolderHandle, Process: see process.py. All pids called `pid` are the node's (what the product sees).
+Scope (Node, Container): root, path(), write(), read(), mknod(), run(), popen(), spawn_holder(), nvml(), frozen_fs(),
+    cgroup(), freeze(), thaw(), populated(), init_process.
+    run(argv, env=, cwd=, input=, cgroup=, uid=, check=, timeout=) -> CompletedProcess; popen(…, pid=) -> Running.
+    cgroup= is below the scope's own one; "/…" is any of the node's. Reading /proc/PID/cgroup with read() shows this
+    machine's paths: `run(["cat", …])` or `Process.cgroup()` show the node's.
+    nvml() is what the real pynvml says inside: nvml()["gpus"][0]["compute"] == {"4711": 42759}.
+    frozen_fs() -> FrozenFs: freeze(), thaw(), path(name); `with` thaws. Put a holder on it with touch= or fault=,
+    then trigger() and main.wait_stuck().
+Node: container(), configure(vmid, text, pve_node=), control(**), clear_control(), allocations(), outer_pid(pid)
+Container: init_pid, monitor, payload, attach(), nested(), become_holder(), members(), kill_monitor(), stop()
+Holder (all the ways of holding), HolderHandle (main, by_role(), next_report(), trigger(), kill(), wait_gone(), alive()),
+    Process (pid, ns_pid, outer_pid, start_time, alive(), wait_gone(), wait_state(), kill(), cgroup()): see process.py.
+    All pids called `pid` are the node's (what the product sees).
+pytest: `from tests.embedded.fixtures import node, container, make_node, nothing_left_behind, require_node`.
 
 control(): KEY=VALUE for all GPUs, KEY={MINOR: VALUE} for one; None removes. Several words are joined by spaces.
     functions are named as in NVML, with or without _vN ("nvmlInit" covers all), or "*".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -97,10 +98,17 @@ class Process:
             except ProcessLookupError:
                 return
 
+    def nested_pids(self) -> list[int]:
+        """Its pid at every level from the node's namespace inwards; [] when it is gone."""
+        try:
+            status = (self.proc / "status").read_text(errors="replace")
+        except OSError:
+            return []
+        return next([int(n) for n in line.split()[2:]] for line in status.splitlines() if line.startswith("NSpid:"))
+
     def cgroup(self) -> str:
-        """Its v2 cgroup as the node sees it ("/lxc/129/ns/…"); "" when it is gone."""
-        outer = self.outer_cgroup()
-        return "/" + outer.partition("/pve-gpu-node-")[2].partition("/")[2] if outer else ""
+        """Its v2 cgroup as the embedded node sees it ("/lxc/129/ns/…"); "" when it is gone."""
+        return re.sub(r"^.*?/pve-gpu-node-[^/]*(?=/)", "", self.outer_cgroup())
 
     def outer_cgroup(self) -> str:
         """The same as this machine sees it."""

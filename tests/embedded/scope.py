@@ -124,8 +124,9 @@ class Scope:
     # -- cgroups -------------------------------------------------------------------------------------------------
 
     def cgroup(self, below: str = "") -> Path:
-        """A cgroup below this scope's own one, made when missing, as a directory on this machine."""
-        path = self._cgroup_root / self._base / below
+        """A cgroup below this scope's own one ("/…": any of the node's), made when missing; a path on this machine."""
+        base = "" if below.startswith("/") else self._base
+        path = self._cgroup_root / base / below.lstrip("/")
         path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -190,7 +191,7 @@ class Scope:
         stderr: int | IO[Any] | None = subprocess.PIPE,
         pass_fds: tuple[int, ...] = (),
     ) -> Running:
-        """Start a command inside, in the cgroup `cgroup` below this scope's own one.
+        """Start a command inside, in the cgroup `cgroup` below this scope's own one ("/…": any of the node's).
 
         The environment is a small clean one plus `env`. `pid` asks for that pid in the innermost namespace (for tests
         of reuse). Signals sent to `.popen` are passed on; killing `.popen` kills the command; `.popen.returncode` is

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from .build import REPOSITORY
 from .node import (
     GPU_NODES,
     MISMATCH,
@@ -32,7 +33,11 @@ from .node import (
 pytestmark = [pytest.mark.embedded, pytest.mark.root, pytest.mark.usefixtures("nothing_left_behind")]
 MakeNode = Callable[..., Node]
 DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
-OLD_PYNVML = [Path("/tmp/pv") / name for name in ("nvidia_ml_py-11.525.150", "nvidia_ml_py-12.550.89")]
+# `pip download nvidia-ml-py==11.525.150`, unpacked there; Debian's python3-pynvml, where it is installed.
+OLD_PYNVML = [
+    *sorted(REPOSITORY.glob(".build/pynvml-*")),
+    *(path.parent for path in Path("/usr/lib/python3/dist-packages").glob("pynvml.py")),
+]
 
 
 def gpu(scope: Node | Container, minor: int = 50, **options: Any) -> dict[str, Any]:
@@ -109,8 +114,6 @@ def test_no_process_of_the_machine_can_be_reached(node: Node) -> None:
 @pytest.mark.parametrize("pynvml_path", [None, *map(str, OLD_PYNVML)])
 @pytest.mark.parametrize("nvml", ["current", "old"])
 def test_every_generation_of_pynvml_loads_the_library(make_node: MakeNode, nvml: str, pynvml_path: str | None) -> None:
-    if pynvml_path and not Path(pynvml_path).exists():
-        pytest.skip(f"no {pynvml_path}")
     node = make_node(nvml=nvml)
     node.spawn_holder(open=DEVICES, alloc=("50:100:compute",))
     answer = node.nvml(pynvml_path=pynvml_path)
@@ -242,6 +245,19 @@ def test_an_unprivileged_container_has_its_own_users(node: Node) -> None:
     container.stop()
     holder.wait_gone()
     deep.wait_gone()
+
+
+def test_what_is_written_in_a_containers_etc_is_its_own(node: Node, container: Container) -> None:
+    container.write("/etc/passwd", "evil:x:0:0::/:/bin/sh\n")
+    assert container.run(["id", "-un"]).stdout == "evil\n" and node.run(["id", "-un"]).stdout == "root\n"
+    assert not container.path("/etc/pve").exists() and "root:x:0" in Path("/etc/passwd").read_text()
+
+
+def test_namespace_and_cgroup_can_disagree(node: Node, container: Container) -> None:
+    outside = container.spawn_holder(open=DEVICES, cgroup="/system.slice/other.service")
+    inside = node.spawn_holder(open=DEVICES, cgroup="lxc/129/ns/stray")
+    assert (outside.main.cgroup(), inside.main.cgroup()) == ("/system.slice/other.service", "/lxc/129/ns/stray")
+    assert len(outside.main.nested_pids()) == 2 and len(inside.main.nested_pids()) == 1
 
 
 def test_a_stopped_container_leaves_no_cgroup_and_starts_again(node: Node, container: Container) -> None:
