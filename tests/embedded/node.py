@@ -25,7 +25,7 @@ Scope (Node, Container): root, path(), write(), read(), mknod(), run(), popen(),
     then trigger() and main.wait_stuck().
 Node: container(), configure(vmid, text, pve_node=), control(**), clear_control(), allocations(), outer_pid(pid)
 Container: init_pid, monitor, payload, attach(), nested(), become_holder(), members(), kill_monitor(), stop()
-Holder (all the ways of holding), HolderHandle (main, by_role(), next_report(), trigger(), kill(), wait_gone(), alive()),
+Holder (all the ways of holding), HolderHandle (main, by_role(), next_report(), trigger(), kill(), wait_gone()),
     Process (pid, ns_pid, outer_pid, start_time, alive(), wait_gone(), wait_state(), kill(), cgroup()): see process.py.
     All pids called `pid` are the node's (what the product sees).
 pytest: `from tests.embedded.fixtures import node, container, make_node, nothing_left_behind, require_node`.
