@@ -25,7 +25,7 @@ from hostd.syscalls import close_other_fds, set_pdeathsig
 PROGRESS, RESULT, ERROR = b"P", b"R", b"E"
 _HEADER = struct.Struct("=cI")
 _READ_PER_TURN = 1024 * 1024
-_SIGNALS_KEPT = frozenset({signal.SIGKILL, signal.SIGSTOP})
+_SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})  # once: it builds an enum a signal
 
 Emit = Callable[[Mapping[str, object]], None]
 
@@ -193,7 +193,7 @@ def spawn(
     """Fork a worker; OSError when that is impossible. `keep`: further descriptors that the work needs."""
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     # No signal may reach the child while it still has the daemon's handlers.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     parent = os.getpid()
     try:
         pid = os.fork()
@@ -253,7 +253,7 @@ def _child(
 
 def _reset_signals(context: Context | None) -> None:
     signal.set_wakeup_fd(-1)
-    for signum in signal.valid_signals() - _SIGNALS_KEPT:
+    for signum in _SIGNALS:
         if signal.getsignal(signum) not in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a daemon in the foreground: the daemon decides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -46,6 +47,9 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         ready, self._ready = os.pipe()
         self._events, self._events_out = os.pipe()
+        fcntl.fcntl(
+            self._events_out, fcntl.F_SETPIPE_SZ, 1 << 20
+        )  # a test that reads no events must not stop the server
         self.pid = os.fork()
         if self.pid == 0:
             try:
