@@ -5,11 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from hostd.engine import find_subject
+from hostd.judge import DETAIL_ONLY
 from hostd.model import BlindSpot, GpuState, Holder, NvmlSnapshot, Process
-from hostd.observe import Facts, Members, Observer, Sources, join, known_gpus, read_driver
+from hostd.observe import ContainerView, Facts, Members, Observer, Sources, join, known_gpus, read_driver
 from hostd.system.cgroupfs import owner_of
 from hostd.system.pidns import PidNamespace
+from hostd.system.pve import Pve
+from hostd.wire import process_dict, ps_dict
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +131,22 @@ def look_at_node(sources: Sources) -> NodeView:
     joined = join(0, time.monotonic(), facts, set())
     holders = tuple(replace(h, vmid=vmids.get(h.process.pid)) for h in joined.holders)
     return NodeView(holders, joined.gpus, tuple(facts.blind_spots), driver.present, snapshot.driver_version)
+
+
+def observe(sources: Sources, vmids: tuple[int, ...]) -> Json:
+    """`ps --json`. Raises NoSuchContainerError for a container that does not exist."""
+    for vmid in vmids:
+        find_subject(sources, vmid, Pve())
+    view = look_at_containers(sources, vmids) if vmids else look_at_node(sources)
+    return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])
+
+
+def find_pid(sources: Sources, vmid: int, pid: int) -> list[Json]:
+    """The container's processes that have this number at some PID-namespace level, the shallowest level first."""
+    find_subject(sources, vmid, Pve())
+    view = ContainerView(sources, vmid)
+    try:
+        matches = [p for p in view.members().processes.values() if pid in p.ns_pids]
+    finally:
+        view.close()
+    return [process_dict(p) for p in sorted(matches, key=lambda p: (p.ns_pids.index(pid), p.pid))]

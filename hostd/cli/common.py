@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
-from typing import Any
 
-from hostd.errors import PgrError, UsageError
-from hostd.verdicts import exit_status
-from hostd.wire import error_dict
+from hostd.errors import NotPermittedError, PgrError, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Json = dict[str, Any]
 
 DEFAULT_CONFIG = "/etc/pve-gpu-release/config.yaml"
 
@@ -59,19 +62,41 @@ def seconds(text: str) -> float:
     return value
 
 
-def print_json(value: Any) -> None:
+def require_root() -> None:
+    """Raises NotPermittedError unless we are root: /proc/PID/fd of others needs ptrace rights (FACTS)."""
+    if os.geteuid() != 0:
+        from hostd.verdicts import say
+
+        message, step = say("not-root", uid=os.geteuid())
+        raise NotPermittedError(message, next_step=step)
+
+
+def print_json(value: Json) -> None:
+    import json
+
     print(json.dumps(value, indent=2, ensure_ascii=True), flush=True)
+
+
+def status_of(result: Json) -> int:
+    """The exit status of a report, an error or a collection of them; the common one without importing the table."""
+    if result.get("verdict") == "released" and "releases" not in result:
+        return 0
+    from hostd.wire import status_of
+
+    return status_of(result)
 
 
 def fail(error: PgrError, *, as_json: bool, vmid: int | None = None) -> int:
     """Says what went wrong, where the caller looks for it, and returns the exit status."""
     from hostd import terminal
+    from hostd.verdicts import exit_status
 
     if as_json and not isinstance(error, UsageError):
+        from hostd.wire import error_dict
+
         print_json(error_dict(error, vmid))
     else:
-        text = terminal.escape(error.message)
-        print(f"pve-gpu-release: {text}", file=sys.stderr)
+        print(f"pve-gpu-release: {terminal.escape(error.message)}", file=sys.stderr)
         if error.next_step:
             print(f"  next: {terminal.escape(error.next_step)}", file=sys.stderr)
     return exit_status(error.reason)

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from hostd import terminal
-from hostd.cli.common import add_common_options, print_json, vmid
+from hostd.cli import remote
+from hostd.cli.common import add_common_options, print_json, require_root, vmid
 from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, where_text
-from hostd.errors import NoSuchContainerError
 
 NAME = "ps"
 HELP = "Show who holds which GPU on this node: containers and the host. Nothing is signalled."
@@ -23,35 +23,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 when everything could be looked at, 4 when not, 8 for a container that does not exist."""
-    from hostd.engine import require_root
-
     require_root()
-    result = observe(args)
+    result = look(args)
     if args.json:
         print_json(result)
     elif not args.quiet:
         _print(result, args.vmids, verbose=args.verbose)
-    return 4 if any(not s["error"].startswith("detail:") for s in result["blind_spots"]) else 0
+    return 4 if result["blind_spots"] else 0
 
 
-def observe(args: argparse.Namespace) -> Json:
-    """The node's holders as `ps --json` gives them."""
-    from hostd.engine import find_subject
-    from hostd.judge import DETAIL_ONLY
-    from hostd.nodeview import look_at_containers, look_at_node
+def look(args: argparse.Namespace) -> Json:
+    """The node's holders as `ps --json` gives them, by the daemon or here."""
+    if remote.wanted(args):
+        try:
+            return remote.ask("Observe", {"vmids": args.vmids})
+        except remote.DaemonUnavailable:
+            pass
+    from hostd.nodeview import observe
     from hostd.observe import open_sources
-    from hostd.system.pve import Pve
-    from hostd.wire import ps_dict
 
     sources = open_sources(nvml_deadline_s=10.0, read_deadline_s=1.0)
     try:
         sources.nvml.start()
-        for number in args.vmids:
-            find_subject(sources, number, Pve())
-        view = look_at_containers(sources, args.vmids) if args.vmids else look_at_node(sources)
+        return observe(sources, tuple(args.vmids))
     finally:
         sources.close()
-    return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])
 
 
 def _print(result: Json, vmids: list[int], *, verbose: bool) -> None:
@@ -90,5 +86,3 @@ def _row(holder: Json, names: dict[int, str], verbose: bool) -> list[str]:
     ]
     return [*row, terminal.escape(holder["cgroup"])] if verbose else row
 
-
-__all__ = ["HELP", "NAME", "NoSuchContainerError", "add_arguments", "run"]

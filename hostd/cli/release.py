@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
 
-from hostd.cli.common import add_common_options, fail, print_json, seconds, vmid
+from hostd.cli.common import add_common_options, print_json, seconds, status_of, vmid
 from hostd.cli.render import Renderer
-from hostd.errors import InterruptedRelease, PgrError
-from hostd.ladder import Limits, Options
-from hostd.stream import EventListener
-from hostd.wire import error_dict, releases_dict, status_of
+from hostd.errors import PgrError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from typing import Any
+
+    from hostd.config import ContainerSettings
+    from hostd.ladder import Options
+
+    Json = dict[str, Any]
 
 NAME = "release"
-HELP = (
-    "Free the NVIDIA GPUs that containers hold: find every holder from the host, end it, prove that the memory is back."
-)
-Json = dict[str, Any]
+HELP = "Free the NVIDIA GPUs that containers hold: find every holder from the host, end it, prove that the memory is back."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hostd.engine import require_root
+    from hostd.cli.common import require_root
 
     require_root()
     renderer = Renderer(sys.stdout, sys.stderr, quiet=args.quiet or args.json, verbose=args.verbose)
@@ -53,50 +55,83 @@ def run(args: argparse.Namespace) -> int:
             renderer.report(result)
         if result["reason"] == "interrupted":
             break
+    return finish(results, args, several=len(args.vmids) > 1)
+
+
+def finish(results: list[Json], args: argparse.Namespace, *, several: bool) -> int:
+    """Prints JSON where it was asked for; the exit status is the worst of all."""
+    if several or len(results) != 1:
+        from hostd.wire import releases_dict
+
+        whole: Json = releases_dict(results)
+    else:
+        whole = results[0]
     if args.json:
-        print_json(results[0] if len(args.vmids) == 1 else releases_dict(results))
-    elif args.quiet:
-        for result in results:
-            renderer.problem(result)
-    return status_of(results[0] if len(results) == 1 else releases_dict(results))
+        print_json(whole)
+    return status_of(whole)
 
 
-def options_from(args: argparse.Namespace, limits: Limits, *, dry_run: bool, trigger: str) -> Options:
-    """The command line over the configured limits."""
-    from dataclasses import replace
-
-    if args.grace is not None:
-        limits = replace(limits, grace_s=args.grace)
-    if args.timeout is not None:
-        limits = replace(limits, timeout_s=args.timeout)
-    return Options(
-        limits=limits,
-        now=args.now,
-        dry_run=dry_run,
-        stop=args.stop,
-        verify_memory=not args.no_verify_memory,
-        gpu=args.gpu,
-        pid=args.pid,
-        trigger=trigger,
-        wait=not args.no_wait,
-    )
-
-
-def configured(args: argparse.Namespace, number: int) -> Limits:
-    """The limits of a container by the configuration file. Raises ConfigError."""
-    from hostd.config import DEFAULT_PATH, load
-
-    config = load(args.config or DEFAULT_PATH, must_exist=args.config is not None)
-    return config.for_container(number).limits
+def given_options(args: argparse.Namespace) -> Json:
+    """What the command line says, as Varlink's ReleaseOptions; what it leaves out is as configured."""
+    given: Json = {"trigger": "cli"}
+    for name in ("now", "dry_run", "stop"):
+        if getattr(args, name):
+            given[name] = True
+    if args.no_verify_memory:
+        given["verify_memory"] = False
+    if args.no_wait:
+        given["wait"] = False
+    for name, value in (("gpu", args.gpu), ("pid", args.pid), ("grace_s", args.grace), ("timeout_s", args.timeout)):
+        if value is not None:
+            given[name] = value
+    return given
 
 
 def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
     """One container: by the daemon when there is one, else here. Never raises PgrError: it becomes the result."""
+    from hostd.cli import remote
+
+    given = given_options(args)
+    release_id = new_release_id()
     try:
-        options = options_from(args, configured(args, number), dry_run=args.dry_run, trigger="cli")
-        return in_process(number, options, renderer.event, renderer.note)
+        if remote.wanted(args):
+            try:
+                return remote.release(number, given, release_id, renderer.event)
+            except remote.DaemonAbsent:
+                pass
+            except remote.DaemonLost as exc:
+                renderer.note(f"the daemon is gone ({exc}); going on without it")
+        return _here(number, given, args, renderer, release_id)
     except PgrError as exc:
+        from hostd.wire import error_dict
+
         return error_dict(exc, number)
+
+
+def _here(number: int, given: Json, args: argparse.Namespace, renderer: Renderer, release_id: str) -> Json:
+    from hostd.wire import parse_options
+
+    settings = configured(args.config, number)
+    base: Json = {"stop_units": settings.stop_units, "reset": settings.reset.value == "auto"}
+    return in_process(number, parse_options(base | given, settings.limits), renderer.event, renderer.note, release_id)
+
+
+def configured(path: str | None, number: int) -> ContainerSettings:
+    """What is configured for a container. Raises ConfigError."""
+    from hostd.config import DEFAULT_PATH, load
+
+    return load(path or DEFAULT_PATH, must_exist=path is not None).for_container(number)
+
+
+def new_release_id() -> str:
+    """A random UUID (RFC 9562, version 4), without the cost of importing `uuid`."""
+    import os
+
+    raw = bytearray(os.urandom(16))
+    raw[6] = raw[6] & 0x0F | 0x40
+    raw[8] = raw[8] & 0x3F | 0x80
+    text = raw.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def in_process(
@@ -108,8 +143,11 @@ def in_process(
     from hostd.audit import entries_dropped
     from hostd.cancel import Cancel
     from hostd.engine import Surroundings, perform
+    from hostd.errors import InterruptedRelease
     from hostd.observe import open_sources
+    from hostd.stream import EventListener
     from hostd.system.journal import Journal
+    from hostd.wire import error_dict
 
     cancel = Cancel()
     cancel.install(signal.SIGINT, signal.SIGTERM)
@@ -139,6 +177,3 @@ def in_process(
         sources.close()
         journal.close()
         cancel.close()
-
-
-__all__ = ["HELP", "NAME", "add_arguments", "fail", "run"]

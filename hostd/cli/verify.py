@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hostd.cli import release
-from hostd.cli.common import add_common_options, print_json, vmid
+from hostd.cli import release, remote
+from hostd.cli.common import add_common_options, require_root, vmid
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError
-from hostd.ladder import Options
-from hostd.wire import error_dict, releases_dict, status_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Json = dict[str, Any]
 
 NAME = "verify"
 HELP = "Look at containers and judge: released, held or unknown. Nothing is signalled. Without VMID: every container."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="container id (default: all that have run)")
+    parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="container id (default: every container)")
     parser.add_argument("--gpu", metavar="SEL", help="only this GPU: NVML index, minor, UUID or PCI address")
+    parser.add_argument("--pid", metavar="PID", help="only this process: its pid in the container, or host:PID")
     parser.add_argument(
         "--no-verify-memory", action="store_true", help="accept 'no holder left' when the driver cannot confirm it"
     )
@@ -26,28 +31,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hostd.engine import require_root
-
     require_root()
     renderer = Renderer(sys.stdout, sys.stderr, quiet=args.quiet or args.json, verbose=args.verbose)
     results = []
     for number in dict.fromkeys(args.vmids) or all_containers():
-        try:
-            options = Options(
-                limits=release.configured(args, number),
-                dry_run=True,
-                verify_memory=not args.no_verify_memory,
-                gpu=args.gpu,
-                trigger="verify",
-            )
-            result = release.in_process(number, options, renderer.event, renderer.note)
-        except PgrError as exc:
-            result = error_dict(exc, number)
+        result = verify_one(number, args, renderer)
         results.append(result)
-        renderer.report(result)
-    if args.json:
-        print_json(results[0] if len(args.vmids) == 1 else releases_dict(results))
-    return status_of(results[0] if len(results) == 1 else releases_dict(results))
+        if not args.json:
+            renderer.report(result)
+    return release.finish(results, args, several=len(args.vmids) != 1)
+
+
+def verify_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
+    from hostd.wire import error_dict, parse_options
+
+    given: Json = {"verify_memory": not args.no_verify_memory, "gpu": args.gpu, "pid": args.pid}
+    try:
+        if remote.wanted(args):
+            try:
+                report = remote.ask("Verify", {"vmid": number, **given})["report"]
+                return dict(report)
+            except remote.DaemonUnavailable:
+                pass
+        limits = release.configured(args.config, number).limits
+        options = parse_options({**given, "dry_run": True, "trigger": "verify"}, limits)
+        return release.in_process(number, options, renderer.event, renderer.note)
+    except PgrError as exc:
+        return error_dict(exc, number)
 
 
 def all_containers() -> list[int]:

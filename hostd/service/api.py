@@ -11,19 +11,16 @@ from typing import Any
 from hostd import __version__
 from hostd.audit import entries_dropped
 from hostd.config import Config, ContainerSettings, ResetPolicy
-from hostd.engine import Surroundings, find_subject, perform, require_root
-from hostd.judge import DETAIL_ONLY
+from hostd.engine import Surroundings, perform, require_root
 from hostd.ladder import Options
-from hostd.nodeview import look_at_containers, look_at_node
-from hostd.observe import ContainerView, Sources, open_sources
+from hostd.nodeview import find_pid, observe
+from hostd.observe import open_sources
 from hostd.service.interface import INTERFACE
 from hostd.service.varlink import Params, invalid_parameter
 from hostd.service.worker import Context, Emit, Forked
 from hostd.status import node_status
 from hostd.stream import EventListener
 from hostd.system.journal import Journal
-from hostd.system.pve import Pve
-from hostd.wire import process_dict, ps_dict
 
 Json = dict[str, Any]
 HIGHEST_VMID = 999_999_999
@@ -159,14 +156,6 @@ def run_observe(request: LookRequest, _emit: Emit, _context: Context) -> Mapping
         sources.close()
 
 
-def observe(sources: Sources, vmids: tuple[int, ...]) -> Json:
-    """`ps --json`. Raises NoSuchContainerError for a container that does not exist."""
-    for vmid in vmids:
-        find_subject(sources, vmid, Pve())
-    view = look_at_containers(sources, vmids) if vmids else look_at_node(sources)
-    return ps_dict(view.holders, view.gpus, [s for s in view.blind_spots if s.code != DETAIL_ONLY])
-
-
 def run_map(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str, object]:
     sources = open_sources(nvml_deadline_s=1.0, read_deadline_s=1.0)
     try:
@@ -174,17 +163,6 @@ def run_map(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str
         return {"vmid": vmid, "ns_pid": request.pid, "matches": find_pid(sources, vmid, request.pid)}
     finally:
         sources.close()
-
-
-def find_pid(sources: Sources, vmid: int, pid: int) -> list[Json]:
-    """The container's processes that have this number at some PID-namespace level, the shallowest level first."""
-    find_subject(sources, vmid, Pve())
-    view = ContainerView(sources, vmid)
-    try:
-        matches = [p for p in view.members().processes.values() if pid in p.ns_pids]
-    finally:
-        view.close()
-    return [process_dict(p) for p in sorted(matches, key=lambda p: (p.ns_pids.index(pid), p.pid))]
 
 
 def run_status(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str, object]:

@@ -1,0 +1,61 @@
+"""Work given to the daemon. Cheap to import; `DaemonUnavailable` tells the caller to do it itself."""
+
+from __future__ import annotations
+
+import signal
+
+from hostd.service.client import Connection, DaemonAbsent, DaemonLost, DaemonUnavailable, connect
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from typing import Any
+
+    Json = dict[str, Any]
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    """False with --no-daemon, and with --config: the daemon has its own."""
+    return not args.no_daemon and args.config is None
+
+
+def release(
+    vmid: int,
+    options: Json,
+    release_id: str,
+    emit: Callable[[Json], None],
+) -> Json:
+    """One release by the daemon; its progress goes to `emit`. Ctrl-C asks the daemon to stop, the report
+    still comes. Raises PgrError for a typed error, DaemonAbsent before and DaemonLost after it was asked."""
+    with connect() as daemon:
+        previous = {n: signal.signal(n, lambda *_: daemon.cancel()) for n in (signal.SIGINT, signal.SIGTERM)}
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            return _stream(daemon, vmid, options, release_id, emit)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _stream(
+    daemon: Connection, vmid: int, options: Json, release_id: str, emit: Callable[[Json], None]
+) -> Json:
+    parameters: Json = {"vmid": vmid, "options": options, "on_disconnect": "cancel", "release_id": release_id}
+    for reply in daemon.call_more("Release", parameters):
+        progress = reply.get("progress")
+        if isinstance(progress, dict):
+            emit(progress)
+        report = reply.get("report")
+        if isinstance(report, dict):
+            return report
+    raise DaemonLost("the daemon ended its answer without a report")
+
+
+def ask(method: str, parameters: Json) -> Json:
+    """One call without progress (Observe, Verify, Map, Status). Raises as `release`."""
+    with connect() as daemon:
+        return daemon.call(method, parameters, timeout=60.0)
+
+
+__all__ = ["DaemonAbsent", "DaemonLost", "DaemonUnavailable", "ask", "release", "wanted"]
