@@ -178,7 +178,8 @@ def test_a_journal_that_does_not_read_blocks_nobody_and_is_given_up_in_time(deaf
     )
     slowest, done, waited, pending, dropped = json.loads(out)
     assert slowest < 1
-    assert (done, pending) == (False, journal.QUEUE_ENTRIES)
+    assert not done
+    assert 0 < pending <= journal.QUEUE_ENTRIES + 1  # one more: the entry that tells of dropped ones
     assert waited < 2
     assert dropped > 1000
     deaf.wait_for_nobody(8)
