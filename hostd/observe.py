@@ -377,6 +377,7 @@ def _gpu_state(info: GpuInfo, facts: Facts, own_heirs: frozenset[int], own_seen:
     return GpuState(
         info=info,
         used_mib=gpu.used_mib,
+        total_mib=gpu.total_mib,
         reserved_mib=gpu.reserved_mib,
         bar1_used_mib=gpu.bar1_used_mib,
         client_mib={c.pid: c.used_mib for c in gpu.clients},

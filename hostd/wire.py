@@ -114,6 +114,7 @@ def gpu_state_dict(state: GpuState) -> Json:
         "uuid": info.uuid,
         "pci_bus_id": info.pci_bus_id,
         "name": info.name,
+        "total_mib": state.total_mib,
         "used_mib": state.used_mib,
         "reserved_mib": state.reserved_mib,
         "ghost_mib": state.ghost_mib,

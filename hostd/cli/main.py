@@ -10,6 +10,7 @@ VERBS = {
     "ps": "who holds what, by container and GPU",
     "verify": "judge only, no action",
     "map": "container pid -> host pid",
+    "status": "daemon, driver, GPUs, holders, last releases (--watch: live)",
     "log": "the audit trail from the journal",
     "explain": "one release as a story",
     "check-config": "check the configuration file",

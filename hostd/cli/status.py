@@ -1,0 +1,191 @@
+"""`pve-gpu-release status [--watch]`: daemon, driver, GPUs, holders per container, last releases."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from hostd import terminal
+from hostd.cli import remote
+from hostd.cli.common import add_common_options, print_json, require_root, seconds
+from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, where_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Json = dict[str, Any]
+
+NAME = "status"
+HELP = "Show the node at a glance: daemon, driver, GPUs, holders per container, the last releases."
+_VERDICT_STYLE = {"released": "green", "held": "red", "unknown": "yellow"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-w", "--watch", action="store_true", help="a live view of the whole screen; q or Ctrl-C ends it")
+    parser.add_argument("--interval", type=seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)")
+    add_common_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when everything could be looked at, 4 when not."""
+    require_root()
+    if args.watch and not args.json and terminal.is_terminal(sys.stdout):
+        return watch(args)
+    status = look(args)
+    if args.json:
+        print_json(status)
+    elif not args.quiet:
+        print("\n".join(lines(status, colour=terminal.wants_colour(sys.stdout))))
+    return 4 if status["blind_spots"] else 0
+
+
+def look(args: argparse.Namespace) -> Json:
+    """The status by the daemon, or by this process when there is none."""
+    if remote.wanted(args):
+        try:
+            return remote.ask("Status", {})
+        except remote.DaemonUnavailable:
+            pass
+    from hostd.status import node_status
+
+    return node_status(None, nvml_deadline_s=5.0)
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def lines(status: Json, *, colour: bool) -> list[str]:
+    """The whole status as escaped lines."""
+    return [
+        *_daemon(status["daemon"]),
+        *_driver(status["driver"]),
+        *_gpus(status, colour),
+        *_holders(status, colour),
+        *_releases(status["releases"], colour),
+        *(
+            f"could not read {terminal.escape(s['what'])}: {terminal.escape(s['error'])}"
+            for s in status["blind_spots"]
+        ),
+    ]
+
+
+def _daemon(daemon: Json | None) -> list[str]:
+    if daemon is None:
+        return ["daemon   not running: releases are done by the command line itself (systemctl start pve-gpu-hostd)"]
+    busy = f", {count(daemon['workers'], 'request')} at work" if daemon["workers"] else ""
+    found = [f"daemon   pve-gpu-hostd {daemon['version']}, pid {daemon['pid']}, since {daemon['since']}{busy}"]
+    if daemon["config_error"]:
+        found.append(f"         configuration broken, the last good one is in force: {terminal.escape(daemon['config_error'])}")
+    if not daemon["first_pid_namespace"]:
+        found.append("         not in the machine's first PID namespace: the driver's lists may be shortened here")
+    return found
+
+
+def _driver(driver: Json) -> list[str]:
+    if not driver["present"]:
+        return ["driver   no NVIDIA driver is loaded"]
+    detail = f": {terminal.escape(driver['detail'])}" if driver["detail"] else ""
+    return [f"driver   {terminal.escape(driver['version'] or 'version unknown')}, NVML {driver['nvml']}{detail}"]
+
+
+def _gpus(status: Json, colour: bool) -> list[str]:
+    rows = []
+    for gpu in status["gpus"]:
+        ghost = f"{mib(gpu['ghost_mib'])} by nobody alive" if gpu["ghost_mib"] else ""
+        problem = terminal.escape(gpu["error"])
+        total = f" of {mib(gpu['total_mib'])}" if gpu.get("total_mib") else ""
+        rows.append(
+            [
+                gpu_name(gpu),
+                terminal.escape(gpu["name"]),
+                gpu["pci_bus_id"],
+                f"{mib(gpu['used_mib'])}{total} in use",
+                f"{mib(gpu['reserved_mib'])} reserved",
+                terminal.paint(ghost or problem, "yellow", colour and bool(ghost or problem)),
+            ]
+        )
+    return ["", *table(rows)] if rows else []
+
+
+def _holders(status: Json, colour: bool) -> list[str]:
+    names = gpu_names(status["gpus"])
+    found: list[str] = [""]
+    holders = status["holders"]
+    for owner in sorted({h["vmid"] for h in holders}, key=lambda v: (v is None, v or 0)):
+        own = [h for h in holders if h["vmid"] == owner]
+        title = f"container {owner}" if owner is not None else "host"
+        total = sum(h["memory_mib"] or 0 for h in own)
+        found.append(paint_bold(f"{title}: {count(len(own), 'holder')}, {mib(total)}", colour))
+        rows = [
+            [
+                f"pid {h['pid']}",
+                terminal.escape(h["comm"]),
+                where_text(h, names),
+                memory_text(h),
+                terminal.escape(h["unit"] or "-"),
+            ]
+            for h in own
+        ]
+        found += table(rows, indent="  ")
+    return found if len(found) > 1 else ["", "no holder on this node"]
+
+
+def _releases(releases: list[Json], colour: bool) -> list[str]:
+    if not releases:
+        return []
+    rows = []
+    for release in releases:
+        verdict = release["verdict"] or release["reason"]
+        rows.append(
+            [
+                release["started"].replace("T", " ").partition(".")[0],
+                f"container {release['vmid']}",
+                terminal.paint(verdict, _VERDICT_STYLE.get(verdict, "yellow"), colour),
+                terminal.escape(release["trigger"]),
+                f"{release['duration_ms']} ms",
+                release["release_id"][:8],
+            ]
+        )
+    return ["", paint_bold("last releases (UTC; pve-gpu-release explain ID tells the story)", colour), *table(rows, "  ")]
+
+
+# --- the live view ---------------------------------------------------------------------------------------------------
+
+
+def watch(args: argparse.Namespace) -> int:
+    """Redraws the whole screen until q, Ctrl-C or the end of the terminal; the terminal is as before afterwards."""
+    import select
+    import termios
+    import tty
+
+    keys = sys.stdin.fileno() if terminal.is_terminal(sys.stdin) else None
+    before = termios.tcgetattr(keys) if keys is not None else None
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+    try:
+        if keys is not None:
+            tty.setcbreak(keys)
+        while True:
+            draw(look(args), args.interval)
+            ready = select.select([keys] if keys is not None else [], [], [], max(0.2, args.interval))[0]
+            if ready and sys.stdin.read(1) in ("q", "Q", ""):
+                return 0
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+        if keys is not None and before is not None:
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def draw(status: Json, interval_s: float) -> None:
+    import os
+
+    columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    head = f"pve-gpu-release status  {time.strftime('%H:%M:%S')}  every {interval_s:g} s, q ends it"
+    shown = [terminal.shorten(head, columns), "", *lines(status, colour=False)]
+    body = "\r\n".join(terminal.shorten(line, columns) + "\x1b[K" for line in shown[: rows - 1])
+    sys.stdout.write(f"\x1b[H{body}\x1b[J")
+    sys.stdout.flush()
