@@ -290,6 +290,7 @@ class GpuState:
     error: str = ""
     error_code: str = ""
     recovery_action: int | None = None
+    total_mib: int | None = None
 
     @property
     def live_mib(self) -> int | None:
@@ -308,6 +309,17 @@ class GpuState:
     def baseline_mib(self) -> int | None:
         """Ghost memory without what the container's own inheritors keep (DESIGN 3, ghost memory)."""
         return _minus(self.used_mib, self.live_mib, self.dead_mib(Heir.FOREIGN, Heir.OWN))
+
+    @property
+    def available_mib(self) -> int | None:
+        """What is free, with what living clients of others hold counted as free (DESIGN 7: they never make a GPU dirty).
+
+        None when a figure is missing.
+        """
+        others = _sum_mib(self.client_mib.get(pid) for pid in self.foreign_clients)
+        if self.total_mib is None or self.used_mib is None or others is None:
+            return None
+        return self.total_mib - (self.reserved_mib or 0) - self.used_mib + others
 
     @property
     def live_clients(self) -> int:

@@ -105,10 +105,12 @@ class Store:
 class Recorder(Silent):
     """Writes one release ahead as it climbs. Give it to `Fanout` before anything else."""
 
-    def __init__(self, store: Store, owner: str, options: Json) -> None:
+    def __init__(self, store: Store, owner: str, options: Json, event: Json | None = None) -> None:
+        """`event`: the lifecycle event that this release answers, for whoever has to finish it."""
         self._store = store
         self._owner = owner
         self._options = options
+        self._event = event
         self._record: Json = {}
         self._baseline: dict[int, int] | None = None
         self.missing = ""
@@ -127,6 +129,7 @@ class Recorder(Silent):
             "pid": os.getpid(),
             "at_ticks": boot_ticks_now(),
             "options": self._options,
+            "event": self._event,
             "was_held": False,
             "minors": [],
             "baseline_mib": [],

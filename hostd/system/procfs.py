@@ -204,6 +204,25 @@ class Procfs:
                 return False
         return True
 
+    def is_ending(self, pid: int) -> bool:
+        """True when a process has SIGKILL pending or is past exit(): it will go, or cannot. Gone counts as ending."""
+        try:
+            fd = os.open(f"{self.root}/{pid}/status", _READ)
+        except OSError as exc:
+            if is_gone(exc):
+                return True
+            raise
+        try:
+            if parse_status(os.read(fd, 8192)).kill_pending:
+                return True
+        except OSError as exc:
+            if is_gone(exc):
+                return True
+            raise
+        finally:
+            os.close(fd)
+        return self.is_dying(pid)
+
     def read_stuck(self, pid: int, deadline_s: float = 0.5) -> list[Stuck]:
         """Why a process does not die: one entry per live task (at most 64), those in D state first; empty when gone.
 
