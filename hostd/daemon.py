@@ -23,7 +23,7 @@ from hostd.system.journal import Journal
 
 RESUME_WITHIN_S = 3600.0
 """An older release that was cut off is reported, not finished: the container's life has gone on."""
-URL = "https://pve-gpu-release.invalid/"
+URL = "https://github.com/pve-gpu-release/pve-gpu-release"
 
 
 class Notify:

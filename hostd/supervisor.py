@@ -11,6 +11,7 @@ _NESTED = (
     ("podman", re.compile(r"^libpod-(?!conmon)([0-9a-f]{12,64})(?:\.scope)?$")),
     ("containerd", re.compile(r"^cri-containerd-([0-9a-f]{12,64})\.scope$")),
 )
+_OPENRC = re.compile(r"^openrc\.([^/]+)$")
 _HEX_ID = re.compile(r"^[0-9a-f]{12,64}$")
 
 
@@ -19,9 +20,12 @@ def supervisor_of(cgroup: str, vmid: int | None) -> Supervisor | None:
 
     `.service` is systemd's (systemd.service(5); below `user@UID.service` it is the user manager's), `docker/<id>` and
     `docker-<id>.scope` are Docker's with the cgroupfs and the systemd driver, `libpod-<id>.scope` Podman's,
-    `cri-containerd-<id>.scope` and `kubepods*/.../<id>` containerd's, `session-N.scope` a login (no restarts).
-    None: nothing that would start it again is known.
+    `cri-containerd-<id>.scope` and `kubepods*/.../<id>` containerd's, `openrc.NAME` OpenRC's, `session-N.scope` a login
+    (no restarts). None: nothing that would start it again is known; a process of the container outside its cgroup
+    (by PID namespace) has none either: that cgroup is the host's.
     """
+    if vmid is not None and not cgroup.startswith(f"/lxc/{vmid}/"):
+        return None
     parts = cgroup.split("/")
     best: Supervisor | None = None
     in_user_manager = False
@@ -32,7 +36,11 @@ def supervisor_of(cgroup: str, vmid: int | None) -> Supervisor | None:
             if part.startswith("user@"):
                 in_user_manager = True
                 continue
-            found = Supervisor("systemd-user" if in_user_manager else "systemd", part, path)
+            # A name that would clash with a file of cgroupfs has a leading "_" (systemd, cg_escape).
+            name = part.removeprefix("_")
+            found = Supervisor("systemd-user" if in_user_manager else "systemd", name, path)
+        if found is None and (match := _OPENRC.match(part)):
+            found = Supervisor("openrc", match[1], path)
         if found is None and part.endswith(".scope") and part.startswith("session-"):
             found = Supervisor("session", part, path)
         best = found or best

@@ -9,7 +9,7 @@ from typing import Any
 from hostd import terminal
 from hostd.cli import remote
 from hostd.cli.common import add_common_options, print_json, require_root, vmid
-from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, where_text
+from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, unowned_mib, where_text
 
 NAME = "ps"
 HELP = "Show who holds which GPU on this node: containers and the host. Nothing is signalled."
@@ -62,7 +62,8 @@ def _print(result: Json, vmids: list[int], *, verbose: bool) -> None:
     if not owners:
         print(f"no holder {'of ' + ', '.join(map(str, vmids)) if vmids else 'on this node'}")
     for gpu in result["gpus"]:
-        extra = f", {mib(gpu['ghost_mib'])} by nobody alive" if gpu["ghost_mib"] else ""
+        unowned = unowned_mib(gpu)
+        extra = f", {mib(unowned)} by nobody alive" if unowned else ""
         problem = f", {terminal.escape(gpu['error'])}" if gpu["error"] else ""
         print(
             f"{gpu_name(gpu)}  {gpu['name']}  {gpu['pci_bus_id']}  {mib(gpu['used_mib'])} in use"

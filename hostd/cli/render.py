@@ -217,6 +217,12 @@ def memory_text(holder: Json) -> str:
     return text
 
 
+def unowned_mib(gpu: Json) -> int:
+    """MiB that nobody alive keeps: ghost memory less what a living heir of a dead opener holds."""
+    inherited = sum(c["used_mib"] or 0 for c in gpu["dead_clients"] if c["heir"] == "own")
+    return max(0, (gpu["ghost_mib"] or 0) - inherited)
+
+
 def gpu_name(gpu: Json) -> str:
     return f"GPU {gpu['index']}" if gpu.get("index") is not None else f"GPU {gpu['pci_bus_id'] or gpu['minor']}"
 

@@ -9,7 +9,7 @@ import time
 from hostd import terminal
 from hostd.cli import remote
 from hostd.cli.common import add_common_options, print_json, require_root, seconds
-from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, where_text
+from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, unowned_mib, where_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def _driver(driver: Json) -> list[str]:
 def _gpus(status: Json, colour: bool) -> list[str]:
     rows = []
     for gpu in status["gpus"]:
-        ghost = f"{mib(gpu['ghost_mib'])} by nobody alive" if gpu["ghost_mib"] else ""
+        unowned = unowned_mib(gpu)
+        ghost = f"{mib(unowned)} by nobody alive" if unowned else ""
         problem = terminal.escape(gpu["error"])
         total = f" of {mib(gpu['total_mib'])}" if gpu.get("total_mib") else ""
         rows.append(

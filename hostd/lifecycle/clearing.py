@@ -1,0 +1,191 @@
+"""Leftovers in a container's cgroups after it stopped: waited for, killed through a directory descriptor that was taken
+when the event happened, named.
+
+Proxmox's own LXC hook fails on them and prints only "Script exited with status 16" (PCT_FLOWS 4); LXC never clears them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hostd.errors import is_gone
+from hostd.model import BlindSpot, Process, ProcessRef, Stuck
+from hostd.observe import Sources
+from hostd.system.cgroupfs import MONITOR, PAYLOAD, ContainerCgroup
+from hostd.system.pidfd import Pinned
+from hostd.system.procfs import Procfs
+from hostd.triage import stuck_tasks
+
+SETTLE_S = 0.25
+"""What is not dying this long after the container's end stays on its own: a killed monitor's payload takes 70 ms."""
+SLICE_S = 0.05
+
+
+@dataclass(slots=True)
+class Taken:
+    """The cgroups of a container at the moment of an event, by descriptor. None: there was none."""
+
+    payload: ContainerCgroup | None
+    monitor: ContainerCgroup | None
+
+    @classmethod
+    def now(cls, sources: Sources, vmid: int) -> Taken:
+        return cls(sources.cgroups.open(vmid, PAYLOAD), sources.cgroups.open(vmid, MONITOR))
+
+    def close(self) -> None:
+        for cgroup in (self.payload, self.monitor):
+            if cgroup is not None:
+                cgroup.close()
+
+
+@dataclass(slots=True)
+class Cleared:
+    """What was done about one cgroup."""
+
+    cgroup: str
+    processes: list[Process] = field(default_factory=list)
+    """Those that did not go by themselves."""
+    killed: bool = False
+    spared: bool = False
+    """Left alone: the container runs (again)."""
+    empty: bool = True
+    stuck: list[Stuck] = field(default_factory=list)
+    blind_spots: list[BlindSpot] = field(default_factory=list)
+    waited_s: float = 0.0
+
+    @property
+    def names(self) -> list[tuple[int, str]]:
+        return [(p.pid, p.comm) for p in self.processes]
+
+
+def container_runs(sources: Sources, vmid: int) -> ProcessRef | None:
+    """The init of a container that really runs: alive, not dying, with a live monitor. None: it does not.
+
+    More than one candidate beside a live monitor counts as running: nothing is killed when in doubt.
+    """
+    monitor = sources.cgroups.open(vmid, MONITOR)
+    if monitor is None:
+        return None
+    with monitor:
+        if not monitor.populated():
+            return None
+    payload = sources.cgroups.open(vmid, PAYLOAD)
+    if payload is None:
+        return None
+    with payload:
+        pids, _ = payload.pids()
+    for pid in sorted(pids):
+        process = sources.procfs.read_process(pid) if pid > 1 else None
+        if process is None or process.is_zombie or process.ns_pids != (1,):
+            continue
+        if process.pidns in (0, sources.own_pidns) or sources.procfs.is_ending(pid):
+            continue
+        return process.ref
+    return None
+
+
+def clear(
+    sources: Sources,
+    cgroup: ContainerCgroup,
+    *,
+    settle_s: float,
+    grace_s: float,
+    deadline_s: float,
+    may_kill: Callable[[], bool],
+    before_kill: Callable[[list[Process]], None] = lambda processes: None,
+    check: Callable[[], None] = lambda: None,
+) -> Cleared:
+    """Waits for what is dying, kills what is not, waits for that. `deadline_s`: CLOCK_MONOTONIC.
+
+    `settle_s`: how long to give processes that are not dying yet. `grace_s`: seconds in which nothing moves after which
+    the rest is called stuck. `may_kill` is asked last thing before the kill.
+    """
+    done = Cleared(cgroup.path)
+    begun_s = time.monotonic()
+    try:
+        if cgroup.wait_empty(0):
+            return done
+        dying = _Dying(sources.procfs, cgroup, grace_s, deadline_s, check)
+        if dying.wait(until_s=begun_s + settle_s):
+            return done
+        done.processes, done.blind_spots = members(sources.procfs, cgroup)
+        if not done.processes and cgroup.wait_empty(0):
+            return done
+        if not may_kill():
+            done.spared, done.empty = True, False
+            return done
+        before_kill(done.processes)
+        done.killed = True
+        _kill(cgroup, done.processes, sources.procfs)
+        done.empty = dying.wait()
+        if not done.empty:
+            rest, _ = members(sources.procfs, cgroup)
+            done.stuck = stuck_tasks(sources.procfs, [p.ref for p in rest])
+            done.processes += [p for p in rest if p.ref not in {q.ref for q in done.processes}]
+        return done
+    except OSError as exc:
+        if not is_gone(exc):
+            done.blind_spots.append(BlindSpot("cgroupfs", cgroup.path, exc.strerror or str(exc)))
+            done.empty = False
+        return done
+    finally:
+        done.waited_s = time.monotonic() - begun_s
+
+
+class _Dying:
+    """Waits for a cgroup to become empty as long as something moves: a process gone, CPU time of a dying one."""
+
+    def __init__(
+        self, procfs: Procfs, cgroup: ContainerCgroup, grace_s: float, deadline_s: float, check: Callable[[], None]
+    ) -> None:
+        self._procfs = procfs
+        self._cgroup = cgroup
+        self._grace_s = grace_s
+        self._deadline_s = deadline_s
+        self._check = check
+
+    def wait(self, until_s: float | None = None) -> bool:
+        """True when it is empty. With `until_s` the wait ends there unless everything left is dying."""
+        moved_s = time.monotonic()
+        seen: dict[int, int] = {}
+        while True:
+            self._check()
+            now = time.monotonic()
+            left_s = min(moved_s + self._grace_s, self._deadline_s) - now
+            if self._cgroup.wait_empty(min(SLICE_S, max(0.0, left_s))):
+                return True
+            if left_s <= 0:
+                return False
+            pids, _ = self._cgroup.pids()
+            if until_s is not None and now >= until_s and not all(self._procfs.is_ending(pid) for pid in pids):
+                return False
+            ticks = {pid: self._procfs.cpu_ticks(pid) or 0 for pid in pids}
+            if seen.keys() - ticks.keys() or any(ticks[pid] > seen.get(pid, ticks[pid]) for pid in ticks):
+                moved_s = time.monotonic()
+            seen = ticks
+
+
+def members(procfs: Procfs, cgroup: ContainerCgroup) -> tuple[list[Process], list[BlindSpot]]:
+    """The live processes of a cgroup and below, by pid."""
+    pids, blind = cgroup.pids()
+    found = (procfs.read_process(pid) for pid in sorted(pids) if pid > 1)
+    return [process for process in found if process is not None and not process.is_zombie], blind
+
+
+def _kill(cgroup: ContainerCgroup, processes: list[Process], procfs: Procfs) -> None:
+    """cgroup.kill; where the kernel refuses it (threaded cgroups) each process by its pidfd."""
+    try:
+        cgroup.kill()
+        return
+    except OSError as exc:
+        if is_gone(exc) and not cgroup.exists():
+            return
+    import signal
+
+    for process in processes:
+        pin = Pinned.pin(process.ref, procfs.read_ref)
+        if pin is not None:
+            with pin:
+                pin.send(signal.SIGKILL)

@@ -1,0 +1,270 @@
+"""What one event leaves for the next one, in /run/pve-gpu-release: small JSON files, one per container, replaced
+atomically. A reboot leaves none; a full /run costs the memory, never the event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from hostd.lock import RUN_DIR, ensure_run_dir
+from hostd.model import Evidence, Holder, Observation, Process, ProcessRef
+
+Json = dict[str, Any]
+_MAX_BYTES = 1 << 20
+UNITS = ("pve-container@{}.service", "pve-container-debug@{}.service")
+INVOCATIONS = "/run/systemd/units"
+
+
+def boot_s() -> float:
+    """Seconds since boot, suspend included: comparable between processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True)
+class SeenHolder:
+    """A holder as it was before the stop."""
+
+    pid: int
+    start_time: int
+    comm: str
+    cmdline: str = ""
+    user: str = ""
+    uid: int = 0
+    cgroup: str = ""
+    ns_pids: list[int] = field(default_factory=list)
+    gpus: list[int] = field(default_factory=list)
+    memory_mib: int | None = None
+    evidence: list[str] = field(default_factory=list)
+
+    @property
+    def ref(self) -> ProcessRef:
+        return ProcessRef(self.pid, self.start_time)
+
+    @classmethod
+    def of(cls, holder: Holder) -> SeenHolder:
+        process = holder.process
+        return cls(
+            process.pid,
+            process.start_time,
+            process.comm,
+            holder.cmdline.encode("utf-8", "backslashreplace").decode()[:2000],
+            holder.user,
+            process.uid,
+            process.cgroup,
+            list(process.ns_pids),
+            list(holder.gpus),
+            holder.memory_mib,
+            sorted(holder.evidence),
+        )
+
+    def holder(self, vmid: int) -> Holder:
+        process = Process(
+            pid=self.pid,
+            start_time=self.start_time,
+            ns_pids=tuple(self.ns_pids),
+            comm=self.comm,
+            state="X",
+            uid=self.uid,
+            ppid=0,
+            threads=1,
+            cgroup=self.cgroup,
+            pidns=0,
+        )
+        return Holder(
+            process=process,
+            vmid=vmid,
+            evidence=frozenset(Evidence(kind) for kind in self.evidence),
+            gpus=tuple(self.gpus),
+            memory_mib=self.memory_mib,
+            cmdline=self.cmdline,
+            user=self.user,
+        )
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """pre-stop: what the container held before anything was stopped. Also what the stop watchdog goes by."""
+
+    vmid: int
+    at_s: float
+    """`boot_s`, of the first pre-stop of this incarnation."""
+    invocation: str = ""
+    """Of the container's unit; empty for an `lxc-start` by hand."""
+    init: list[int] = field(default_factory=list)
+    """pid and start time."""
+    holders: list[SeenHolder] = field(default_factory=list)
+    minors: list[int] = field(default_factory=list)
+    baseline_mib: list[list[int]] = field(default_factory=list)
+    """Pairs (GPU minor, ghost memory without the container)."""
+
+    @property
+    def init_ref(self) -> ProcessRef | None:
+        return ProcessRef(*self.init) if len(self.init) == 2 else None
+
+
+@dataclass(slots=True)
+class Started:
+    """pre-start: the release that made way for a start, until the next ExecStartPre= consumes it."""
+
+    vmid: int
+    at_s: float
+    release_id: str = ""
+    event_id: str = ""
+    phase: str = ""
+    allow: bool = True
+    consumed: bool = False
+    minors: list[int] = field(default_factory=list)
+    baseline_mib: list[list[int]] = field(default_factory=list)
+    """Ghost memory before the container ran: the baseline of a stop that nobody announced."""
+    messages: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Stopped:
+    """The stop that was dealt with last."""
+
+    vmid: int
+    at_s: float
+    key: str
+    release_id: str = ""
+    verdict: str = ""
+
+
+@dataclass(slots=True)
+class Watched:
+    """A stop that the watchdog looks after, for `status`."""
+
+    vmid: int
+    since_s: float
+    reports: int = 0
+    message: str = ""
+    next_step: str = ""
+    signalled: bool = False
+
+
+T = TypeVar("T", Snapshot, Started, Stopped, Watched)
+_FOLDERS: dict[type[Any], str] = {
+    Snapshot: "snapshots",
+    Started: "starts",
+    Stopped: "stops",
+    Watched: "watch",
+}
+
+
+class Records:
+    """The files. Reading never raises: what cannot be read or makes no sense is not there."""
+
+    def __init__(self, run_dir: str = RUN_DIR) -> None:
+        self._run_dir = run_dir
+        self.problem = ""
+        """Why the last thing could not be written; empty when it was."""
+
+    def read(self, kind: type[T], vmid: int) -> T | None:
+        try:
+            fd = os.open(self._path(kind, vmid), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            try:
+                return parse(kind, json.loads(file.read(_MAX_BYTES)))
+            except (ValueError, TypeError, RecursionError, OSError):
+                return None
+
+    def write(self, record: Snapshot | Started | Stopped | Watched) -> bool:
+        """Replaces the record of its container. False: `problem` says why."""
+        final = self._path(type(record), record.vmid)
+        temporary = f"{final}.{os.getpid()}.new"
+        try:
+            ensure_run_dir(self._run_dir)
+            os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                data = memoryview(json.dumps(asdict(record)).encode())
+                while data:
+                    data = data[os.write(fd, data) :]
+            finally:
+                os.close(fd)
+            os.rename(temporary, final)
+        except OSError as exc:
+            self.problem = str(exc)
+            try:
+                os.unlink(temporary)
+            except OSError:
+                pass  # it was never made
+            return False
+        self.problem = ""
+        return True
+
+    def drop(self, kind: type[T], vmid: int) -> None:
+        try:
+            os.unlink(self._path(kind, vmid))
+        except OSError:
+            pass  # not there, or /run is read-only: then it was never written either
+
+    def vmids(self, kind: type[T]) -> list[int]:
+        """Containers with such a record."""
+        try:
+            names = os.listdir(os.path.join(self._run_dir, _FOLDERS[kind]))
+        except OSError:
+            return []
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal())
+
+    def _path(self, kind: type[Any], vmid: int) -> str:
+        return os.path.join(self._run_dir, _FOLDERS[kind], f"{vmid:d}.json")
+
+
+def parse(kind: type[T], values: Any) -> T:
+    """A record from its JSON. Raises TypeError or ValueError."""
+    if not isinstance(values, dict):
+        raise ValueError("not an object")
+    known = {f.name for f in fields(kind)}
+    record = kind(**{key: value for key, value in values.items() if key in known})
+    if isinstance(record, Snapshot):
+        record.holders = [SeenHolder(**holder) if isinstance(holder, dict) else holder for holder in record.holders]
+    return record
+
+
+def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) -> Snapshot:
+    """What a look at a running container leaves for its stop. Pure but for the clock.
+
+    `earlier`: a pre-stop of the same incarnation (a shutdown that was given up): its holders and baselines stay, for a
+    second look may come when half of them are gone.
+    """
+    init = list(seen.init) if seen.init is not None else []
+    now = Snapshot(seen.vmid, boot_s(), invocation, init)
+    if earlier is not None and same_incarnation(earlier, now):
+        now.at_s = earlier.at_s
+        now.init = earlier.init or init
+    else:
+        earlier = None
+    known = {holder.ref: holder for holder in (earlier.holders if earlier else ())}
+    known |= {holder.ref: SeenHolder.of(holder) for holder in seen.holders}
+    now.holders = list(known.values())
+    now.minors = sorted({m for holder in now.holders for m in holder.gpus} | set(earlier.minors if earlier else ()))
+    baseline = {g.info.minor: g.baseline_mib for g in seen.gpus if g.baseline_mib is not None}
+    baseline |= {minor: mib for minor, mib in (earlier.baseline_mib if earlier else ())}
+    now.baseline_mib = [[minor, mib] for minor, mib in sorted(baseline.items())]
+    return now
+
+
+def same_incarnation(a: Snapshot, b: Snapshot) -> bool:
+    if a.invocation and b.invocation:
+        return a.invocation == b.invocation
+    return bool(a.init) and a.init == b.init
+
+
+def unit_invocation(vmid: int, folder: str = INVOCATIONS) -> str:
+    """The invocation id that systemd has for the container's unit now; empty when it does not run.
+
+    systemd keeps it as a symbolic link (unit_export_invocation_id in core/unit.c): no bus call needed.
+    """
+    for unit in UNITS:
+        try:
+            return os.readlink(os.path.join(folder, "invocation:" + unit.format(vmid)))
+        except OSError:
+            continue
+    return ""
