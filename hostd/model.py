@@ -280,7 +280,6 @@ class GpuState:
     used_mib: int | None
     reserved_mib: int | None
     bar1_used_mib: int | None
-    total_mib: int | None = None
     client_mib: dict[int, int | None] = field(default_factory=dict)
     """Listed pid -> MiB, for every listed client, each pid once."""
     own_clients: tuple[int, ...] = ()

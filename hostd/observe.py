@@ -387,7 +387,6 @@ def _gpu_state(info: GpuInfo, facts: Facts, own_heirs: frozenset[int], own_seen:
         error=gpu.error,
         error_code=gpu.error_code,
         recovery_action=gpu.recovery_action,
-        total_mib=gpu.total_mib,
     )
 
 
