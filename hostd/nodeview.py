@@ -121,7 +121,7 @@ def look_at_node(sources: Sources) -> NodeView:
     facts = Facts(
         driver,
         snapshot,
-        known_gpus(snapshot, blind),
+        known_gpus(tuple(g.info for g in snapshot.gpus), blind),
         dict(scan.open) if scan else {},
         dict(scan.cmdlines) if scan else {},
         members,

@@ -173,6 +173,8 @@ class Observer:
         self.sources = sources
         self.vmid = vmid
         self.view = ContainerView(sources, vmid)
+        self._named: tuple[GpuInfo, ...] = ()
+        """GPUs as the driver's library named them last."""
         self._own_seen: set[int] = set()
         """Pids that were the container's holders at an earlier look: their charges are ours when they are dead."""
 
@@ -189,7 +191,8 @@ class Observer:
         members = self.view.members()
         snapshot = self._snapshot(nvml, driver)
         foreign = self._live_foreign(snapshot, members, blind)
-        gpus = known_gpus(snapshot, blind)
+        self._named = tuple(g.info for g in snapshot.gpus) or self._named
+        gpus = known_gpus(self._named, blind)
         scan = self.sources.scanner.scan([*members.processes, *foreign], frozenset(driver.by_major))
         facts = Facts(driver, snapshot, gpus, scan.open, scan.cmdlines, members, foreign)
         facts.blind_spots = [*blind, *members.blind_spots, *scan.blind_spots]
@@ -275,14 +278,14 @@ def read_driver(blind: list[BlindSpot]) -> DriverNumbers:
         return DriverNumbers({})
 
 
-def known_gpus(snapshot: NvmlSnapshot, blind: list[BlindSpot]) -> tuple[GpuInfo, ...]:
-    """GPUs known to the kernel side or the driver's library, joined."""
+def known_gpus(named: tuple[GpuInfo, ...], blind: list[BlindSpot]) -> tuple[GpuInfo, ...]:
+    """GPUs known to the kernel side or the driver's library (`named`, by this look or an earlier one), joined."""
     try:
-        from_proc = devices.read_proc_gpus(known=[g.info for g in snapshot.gpus])
+        from_proc = devices.read_proc_gpus(known=named)
     except OSError as exc:  # TimeoutError too: these files go through the driver and can hang with it
         blind.append(BlindSpot("devices", "/proc/driver/nvidia/gpus", str(exc), "detail-unreadable"))
         from_proc = ()
-    return devices.merge_gpus(from_proc, tuple(g.info for g in snapshot.gpus))
+    return devices.merge_gpus(from_proc, named)
 
 
 def gpu_minors_of(nodes: OpenNodes, facts: Facts) -> frozenset[int]:
