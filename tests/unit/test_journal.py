@@ -206,7 +206,8 @@ def test_what_was_dropped_is_said_once_the_journal_reads_again(deaf: PrivateJour
     said = [int(text.split()[1]) for text in map(str, found) if text.startswith("dropped")]
     assert sum(said) == dropped > 0
     assert found[-1] == "after"
-    assert len(found) == 3000 - dropped + len(said) + 1
+    in_the_deaf_socket = 3000 - dropped + len(said) + 1 - len(found)  # its queue went with it
+    assert 0 <= in_the_deaf_socket <= 20
 
 
 def test_without_journald_nothing_is_started_and_nothing_is_said() -> None:
