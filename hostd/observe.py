@@ -496,15 +496,15 @@ def user_name(uid: int) -> str:
     return _local_users().get(uid, str(uid))
 
 
-def open_sources(*, nvml_deadline_s: float, read_deadline_s: float, nvml_lock: str | None = None) -> Sources:
-    """The real sources of this machine. Raises UnreadableError when there is no cgroup v2 mount or no /proc."""
+def open_sources(*, nvml_deadline_s: float, read_deadline_s: float, nvml: Nvml | None = None) -> Sources:
+    """The real sources of this machine; `nvml` may have been started before. Raises UnreadableError when there is no
+    cgroup v2 mount or no /proc."""
     try:
         own = own_inode()
     except OSError as exc:
         raise UnreadableError(f"cannot read our own PID namespace: {exc}") from exc
     cgroups = Cgroupfs(find_mount())
-    nvml = Nvml(nvml_deadline_s) if nvml_lock is None else Nvml(nvml_deadline_s, lock_path=nvml_lock)
-    return Sources(Procfs(), cgroups, Scanner(deadline_s=read_deadline_s), nvml, own)
+    return Sources(Procfs(), cgroups, Scanner(deadline_s=read_deadline_s), nvml or Nvml(nvml_deadline_s), own)
 
 
 __all__ = [

@@ -140,6 +140,11 @@ def in_process(
     """The whole release in this process, under the same lock as the daemon's."""
     import os
 
+    from hostd.system.nvml import Nvml
+
+    nvml = Nvml(options.limits.nvml_deadline_s)
+    nvml.start()  # loads the driver's library while the rest of the product is imported
+
     from hostd.audit import entries_dropped
     from hostd.cancel import Cancel
     from hostd.engine import Surroundings, perform
@@ -153,7 +158,7 @@ def in_process(
     cancel.install(signal.SIGINT, signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost terminal must not stop a release in the middle
     sources = open_sources(
-        nvml_deadline_s=options.limits.nvml_deadline_s, read_deadline_s=options.limits.read_deadline_s
+        nvml_deadline_s=options.limits.nvml_deadline_s, read_deadline_s=options.limits.read_deadline_s, nvml=nvml
     )
     journal = Journal(on_drop=entries_dropped)
 
