@@ -12,19 +12,21 @@ _NESTED = (
     ("containerd", re.compile(r"^cri-containerd-([0-9a-f]{12,64})\.scope$")),
 )
 _OPENRC = re.compile(r"^openrc\.([^/]+)$")
+_JOB_SCOPE = re.compile(r"^run-.+\.scope$")
 _HEX_ID = re.compile(r"^[0-9a-f]{12,64}$")
 
 
 def supervisor_of(cgroup: str, vmid: int | None) -> Supervisor | None:
     """The innermost supervisor of a process in `/lxc/VMID/ns/...`, or of the host's when `vmid` is None.
 
-    `.service` is systemd's (systemd.service(5); below `user@UID.service` it is the user manager's), `docker/<id>` and
+    `.service` is systemd's (systemd.service(5); below `user@UID.service` it is the user manager's), so is the
+    `run-....scope` of systemd-run; `docker/<id>` and
     `docker-<id>.scope` are Docker's with the cgroupfs and the systemd driver, `libpod-<id>.scope` Podman's,
     `cri-containerd-<id>.scope` and `kubepods*/.../<id>` containerd's, `openrc.NAME` OpenRC's, `session-N.scope` a login
     (no restarts). None: nothing that would start it again is known; a process of the container outside its cgroup
     (by PID namespace) has none either: that cgroup is the host's.
     """
-    if vmid is not None and not cgroup.startswith(f"/lxc/{vmid}/"):
+    if vmid and not cgroup.startswith(f"/lxc/{vmid}/"):
         return None
     parts = cgroup.split("/")
     best: Supervisor | None = None
@@ -32,7 +34,7 @@ def supervisor_of(cgroup: str, vmid: int | None) -> Supervisor | None:
     for depth, part in enumerate(parts):
         path = "/".join(parts[: depth + 1])
         found = _nested(parts, depth, path)
-        if found is None and part.endswith(".service"):
+        if found is None and (part.endswith(".service") or _JOB_SCOPE.match(part)):
             if part.startswith("user@"):
                 in_user_manager = True
                 continue

@@ -1,0 +1,311 @@
+"""Supervised jobs: asking a holder's own supervisor to stop it (rung 0), and killing what it keeps starting.
+
+What may be touched is decided here, once: the cgroup of one unit or nested container below the container's own
+cgroup, opened beneath a descriptor of it. Never the container's root or inner cgroup, a slice, `init.scope`, `.lxc`, a
+login session, the service of a container engine or of the system itself, nor anything that its init lives in.
+A job without such a cgroup (a shell loop) has a parent that starts it again: that one process may be signalled, after
+it has been seen to start a holder anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hostd import syscalls
+from hostd.errors import is_gone
+from hostd.model import Holder, Process, ProcessRef, Supervisor
+from hostd.observe import ContainerView, Members, Sources
+from hostd.system.managers import DOCKER_SOCKETS, PODMAN_SOCKETS, SYSTEMD_PRIVATE, Asking, Request, inner_id, kernel_id
+
+ASK_DEADLINE_S = 5.0
+"""On a manager's answer that it has begun to stop the job (not on the end of the job)."""
+MOST_UNITS = 16
+"""Asked at a time: each request is a process."""
+
+SUPERVISED = ("systemd", "systemd-user", "docker", "podman", "containerd", "openrc")
+_PROTECTED = re.compile(
+    r"^(?:init\.scope|\.lxc|ns|.*\.slice|user@.*\.service|session-.*\.scope|systemd-.*\.service|dbus(?:-broker)?\.service"
+    r"|docker\.service|docker\.socket|containerd\.service|podman\.service|crio\.service|kubelet\.service|k3s.*\.service"
+    r"|sshd?(?:@.*)?\.service|getty@.*\.service|console-getty\.service|cron\.service|networking\.service)$"
+)
+
+
+def why_protected(supervisor: Supervisor, vmid: int, init_cgroup: str = "") -> str:
+    """Why the cgroup of this supervisor may not be stopped as a whole; empty when it may. Pure."""
+    if supervisor.kind not in SUPERVISED:
+        return f"{supervisor.name} is no unit that can be stopped"
+    if not supervisor.cgroup.startswith(f"/lxc/{vmid}/"):
+        return f"{supervisor.cgroup} is not below /lxc/{vmid}"
+    if _PROTECTED.match(supervisor.cgroup.rpartition("/")[2]):
+        return f"{supervisor.name} serves more than this job"
+    if f"{init_cgroup}/".startswith(f"{supervisor.cgroup}/"):
+        return f"the container's init is in {supervisor.name}"
+    return ""
+
+
+@dataclass(slots=True)
+class Stopped:
+    """What one attempt on the units of some holders did."""
+
+    reached: set[ProcessRef] = field(default_factory=set)
+    """Holders whose unit was asked, or killed."""
+    notes: list[str] = field(default_factory=list)
+
+
+class UnitStopper:
+    """The two things that `--stop-units` allows, for one release. Close it: requests under way are then given up."""
+
+    def __init__(self, sources: Sources, view: ContainerView) -> None:
+        self._sources = sources
+        self._view = view
+        self._asking: list[Asking] = []
+        self._asked: set[str] = set()
+
+    def close(self) -> None:
+        for asking in self._asking:
+            asking.close()
+        self._asking.clear()
+
+    # --- rung 0 ---
+
+    def ask(self, holders: Iterable[Holder], grace_s: float) -> Stopped:
+        """Asks each holder's supervisor to stop the job. Returns when they have said yes or no; jobs end later."""
+        members = self._view.members()
+        done = Stopped()
+        begun: list[tuple[Supervisor, list[Holder], Asking]] = []
+        for supervisor, theirs in by_unit(holders):
+            why = why_protected(supervisor, self._view.vmid, members.init.cgroup if members.init else "")
+            if why:
+                done.notes.append(why)
+                continue
+            if len(begun) == MOST_UNITS:
+                done.notes.append(f"{supervisor.name}: more than {MOST_UNITS} units, not asked")
+                continue
+            try:
+                begun.append((supervisor, theirs, self._begin(supervisor, theirs[0], members, grace_s)))
+            except (OSError, LookupError) as exc:
+                done.notes.append(f"{supervisor.name}: cannot ask its supervisor: {exc}")
+        for supervisor, theirs, asking in begun:
+            self._asking.append(asking)
+            reply = asking.reply(ASK_DEADLINE_S)
+            done.notes.append(reply.text if reply.asked else f"{supervisor.name}: {reply.text}")
+            if reply.asked:
+                done.reached |= {h.ref for h in theirs}
+        return done
+
+    def _begin(self, supervisor: Supervisor, holder: Holder, members: Members, grace_s: float) -> Asking:
+        """Raises LookupError when there is nobody to ask, OSError when it cannot be done."""
+        manager = _manager(supervisor, holder.process, members)
+        if manager is None:
+            raise LookupError("the process that runs its supervisor was not found")
+        here = os.open(f"/proc/{manager.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if syscalls.read_start_time(here) != manager.start_time:
+                raise LookupError("its supervisor has just gone")
+            uids, gids = _read(here, "uid_map"), _read(here, "gid_map")
+            root_fd = os.open("root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
+        finally:
+            os.close(here)
+        try:
+            return Asking(root_fd, _request(supervisor, holder, manager, members, (uids, gids), grace_s))
+        finally:
+            os.close(root_fd)
+
+    # --- killing a whole unit ---
+
+    def kill(self, holders: Iterable[Holder]) -> Stopped:
+        """SIGKILL to everything in the unit's cgroup at once: the kernel does it, so forks do not get away."""
+        done = Stopped()
+        members = self._view.members()
+        for supervisor, theirs in by_unit(holders):
+            try:
+                why = why_protected(supervisor, self._view.vmid, members.init.cgroup if members.init else "")
+                why = why or self._kill_one(supervisor, members)
+            except OSError as exc:
+                why = f"{supervisor.name}: cannot kill its cgroup: {exc.strerror or exc}"
+            if why:
+                done.notes.append(why)
+                continue
+            done.reached |= {h.ref for h in theirs}
+            done.notes.append(f"everything in {supervisor.name} was killed")
+        return done
+
+    def _kill_one(self, supervisor: Supervisor, members: Members) -> str:
+        """Why it was not killed; empty when it was, or is gone."""
+        relative = supervisor.cgroup.removeprefix(f"/lxc/{self._view.vmid}/")
+        cgroup = self._sources.cgroups.open(self._view.vmid)
+        if cgroup is None:
+            return ""
+        with cgroup:
+            unit = cgroup.sub(relative)
+            if unit is None:
+                return ""
+            with unit:
+                inside, _ = unit.pids()
+                if members.init is not None and members.init.pid in inside:
+                    return f"the container's init is in {supervisor.name}"
+                try:
+                    unit.kill()
+                except OSError as exc:
+                    if exc.errno != errno.EOPNOTSUPP:
+                        raise
+                    return f"{supervisor.name}: a threaded cgroup cannot be killed as a whole"
+        return ""
+
+    def may_kill(self, holder: Holder) -> bool:
+        """True when the holder's unit may be killed as a whole."""
+        supervisor = holder.supervisor
+        return supervisor is not None and not why_protected(supervisor, self._view.vmid)
+
+
+def by_unit(holders: Iterable[Holder]) -> list[tuple[Supervisor, list[Holder]]]:
+    """Holders grouped by the unit or nested container that runs them; those without one are left out."""
+    groups: dict[str, tuple[Supervisor, list[Holder]]] = {}
+    for holder in holders:
+        supervisor = holder.supervisor
+        if supervisor is not None and supervisor.kind in SUPERVISED:
+            groups.setdefault(supervisor.cgroup, (supervisor, []))[1].append(holder)
+    return list(groups.values())
+
+
+def _manager(supervisor: Supervisor, process: Process, members: Members) -> Process | None:
+    """The process in whose root the supervisor's socket is: pid 1 of the job's PID namespace for a service, of the
+    next one outwards for a nested container."""
+    inits = [p for p in members.processes.values() if p.ns_pids and p.ns_pids[-1] == 1]
+    depth = len(process.ns_pids)
+    if supervisor.kind in ("systemd", "systemd-user", "openrc"):
+        return next((p for p in inits if p.pidns == process.pidns), None)
+    outer = [p for p in inits if len(p.ns_pids) == depth - 1 and p.pidns != process.pidns]
+    if len(outer) > 1:  # containers beside each other: the one whose cgroup encloses the job's
+        engine = supervisor.cgroup
+        outer = [p for p in outer if engine.startswith(_enclosing(p.cgroup))]
+        outer.sort(key=lambda p: len(_enclosing(p.cgroup)), reverse=True)
+    return outer[0] if outer else members.init
+
+
+def _enclosing(cgroup: str) -> str:
+    return cgroup.removesuffix("/init.scope") + "/"
+
+
+def _request(
+    supervisor: Supervisor,
+    holder: Holder,
+    manager: Process,
+    members: Members,
+    maps: tuple[bytes, bytes],
+    grace_s: float,
+) -> Request:
+    uids, gids = maps
+    uid, gid, inner = kernel_id(uids, 0), kernel_id(gids, 0), 0
+    peers = frozenset(members.processes)
+    seconds = max(1, round(grace_s))
+    if supervisor.kind == "systemd":
+        kind, sockets, peers = "systemd", (SYSTEMD_PRIVATE,), frozenset({manager.pid})
+    elif supervisor.kind == "systemd-user":
+        kind, inner = "systemd", _user_of(supervisor.cgroup)
+        uid, gid = kernel_id(uids, inner), kernel_id(gids, inner)
+        sockets = (f"run/user/{inner}/systemd/private",)
+    elif supervisor.kind in ("docker", "podman"):
+        kind, sockets = "http", DOCKER_SOCKETS if supervisor.kind == "docker" else PODMAN_SOCKETS
+    else:
+        raise LookupError(f"{supervisor.kind} takes no requests")
+    if uid is None:
+        raise LookupError(f"user {inner} of the container has no number on the host")
+    return Request(
+        kind, supervisor.name, sockets, uid, gid if gid is not None else uid, inner, peers - {0, 1}, seconds
+    )
+
+
+def _user_of(cgroup: str) -> int:
+    """The uid of a user manager by its cgroup `.../user@1000.service/...`. Raises LookupError."""
+    match = re.search(r"/user@(\d{1,9})\.service/", cgroup)
+    if match is None:
+        raise LookupError("its user manager has no number")
+    return int(match[1])
+
+
+def _read(dir_fd: int, name: str) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        return os.read(fd, 65536)
+    finally:
+        os.close(fd)
+
+
+# --- who brings it back ----------------------------------------------------------------------------------------------
+
+
+class Lineage:
+    """Remembers the living parents of holders, so that whoever starts a job again can be named."""
+
+    def __init__(self, sources: Sources, view: ContainerView) -> None:
+        self._sources = sources
+        self._view = view
+        self._parents: dict[ProcessRef, Process] = {}
+        self._seen: dict[ProcessRef, ProcessRef] = {}
+        """Holder -> its parent."""
+
+    def note(self, holders: Iterable[Holder]) -> None:
+        """Reads the parent of each holder that was not seen before."""
+        for holder in holders:
+            if holder.ref in self._seen or holder.process.ppid <= 1:
+                continue
+            try:
+                parent = self._sources.procfs.read_process(holder.process.ppid)
+            except OSError as exc:
+                if is_gone(exc):
+                    continue
+                raise
+            if parent is None or parent.is_zombie or parent.start_time > holder.process.start_time:
+                continue
+            if self._view.owns(parent):
+                self._seen[holder.ref] = parent.ref
+                self._parents[parent.ref] = parent
+
+    def restarters(self, returned: Iterable[Holder], init: ProcessRef | None) -> list[Process]:
+        """The container's processes that have started more than one holder, one of `returned` among them. Not its
+        init, and no holder: a holder is dealt with as such."""
+        found: dict[ProcessRef, Process] = {}
+        for holder in returned:
+            parent = self._seen.get(holder.ref)
+            if parent is None or parent == init or parent in self._seen:
+                continue
+            if sum(1 for other in self._seen.values() if other == parent) > 1:
+                found[parent] = self._parents[parent]
+        return list(found.values())
+
+
+def how_to_stop(vmid: int, supervisors: Iterable[Supervisor], restarters: Iterable[Process]) -> str:
+    """The command for people that stops what brings a job back."""
+    import shlex
+
+    ways = []
+    for supervisor in supervisors:
+        name = shlex.quote(supervisor.name)
+        command = {
+            "systemd": f"systemctl stop {name}",
+            "systemd-user": f"systemctl --user -M {_user_text(supervisor.cgroup)}@ stop {name}",
+            "docker": f"docker stop {name[:12]}",
+            "podman": f"podman stop {name[:12]}",
+            "openrc": f"rc-service {name} stop",
+        }.get(supervisor.kind)
+        if command:
+            ways.append(f"pct exec {vmid} -- {command}")
+    for process in restarters:
+        inside = process.ns_pids[0] if process.ns_pids else process.pid
+        ways.append(f"pct exec {vmid} -- kill {inside}" if process.ns_pids else f"kill {inside}")
+    return "; ".join(ways[:3])
+
+
+def _user_text(cgroup: str) -> str:
+    try:
+        return str(_user_of(cgroup))
+    except LookupError:
+        return "USER"
+
+
+__all__ = ["Lineage", "Stopped", "UnitStopper", "by_unit", "how_to_stop", "inner_id", "why_protected"]
