@@ -12,10 +12,12 @@ from hostd.model import (
     Heir,
     Holder,
     Observation,
+    Process,
     ProcessRef,
     Stuck,
     Verdict,
 )
+from hostd.supervisor import how_to_stop
 from hostd.verdicts import EXIT_PRECEDENCE, REASONS, say
 
 DETAIL_ONLY = "detail-unreadable"
@@ -66,6 +68,12 @@ class Case:
     falling: bool = False
     """Memory was still falling when the time was up."""
     waited_s: float = 0.0
+    restless: bool = False
+    """Holders came back after the last round, though the last look may not have met one."""
+    returned: tuple[Holder, ...] = ()
+    """Every holder that started after the first signal."""
+    restarters: tuple[Process, ...] = ()
+    """The container's processes that were seen to start a holder more than once."""
     xid: str = ""
     xid_advice: str = ""
 
@@ -86,7 +94,7 @@ def judge(case: Case) -> Judgement:
     """The verdict on a case. Released only if no check objects."""
     objections = [
         found
-        for check in (_living, _dying, _driver_only, _not_seen, _driver_silent, *_MEMORY_CHECKS)
+        for check in (_living, _restless, _dying, _driver_only, _not_seen, _driver_silent, *_MEMORY_CHECKS)
         if (found := check(case)) is not None
     ]
     if objections:
@@ -123,11 +131,26 @@ def _living(case: Case) -> Judgement | None:
         return judgement(case, "new-xid", holders=who, detail=case.xid, advice=case.xid_advice)
     returned = [h for h in living if h.ref in case.respawned]
     if returned:
-        names = sorted({h.supervisor.name for h in returned if h.supervisor and h.supervisor.kind != "session"})
-        return judgement(case, "respawned", supervisor=", ".join(names) or "a process of the container")
+        return _respawned(case, returned)
     if not any(h.ref in case.known for h in living):
         return judgement(case, "holder-appeared", holders=who, gpus=where)
     return judgement(case, "holders-survive", holders=who, gpus=where, waited=f"{case.waited_s:.0f} s")
+
+
+def _respawned(case: Case, returned: Iterable[Holder]) -> Judgement:
+    """Names what brings the holders back: their unit, else the process that was seen to start them."""
+    units = {h.supervisor.cgroup: h.supervisor for h in returned if h.supervisor and h.supervisor.kind != "session"}
+    names = sorted({u.name for u in units.values()})
+    if not names:
+        names = [f"pid {p.pid} ({p.comm})" for p in case.restarters[:3]]
+    how = how_to_stop(case.after.vmid, units.values(), () if units else case.restarters)
+    who = ", ".join(names) or "a process of the container"
+    return judgement(case, "respawned", supervisor=who, how=how or f"stop {who}")
+
+
+def _restless(case: Case) -> Judgement | None:
+    """Shorter-lived than our looks: the last one met nobody, every one before it did."""
+    return _respawned(case, case.returned) if case.restless and case.returned else None
 
 
 def _driver_only(case: Case) -> Judgement | None:

@@ -32,10 +32,13 @@ from hostd.model import (
 )
 from hostd.observe import Observer, Sources
 from hostd.selection import resolve_gpu, resolve_pid
-from hostd.system.pidfd import Pinned
+from hostd.stopunit import Lineage, Stopped, UnitStopper
+from hostd.system.kmsg import Xid
+from hostd.system.pidfd import Pinned, wait_any
 from hostd.triage import stuck_tasks
 from hostd.verdicts import say
 from hostd.waiting import MemoryGauge, Patience, wait_for_exits
+from hostd.xid import XidWatch
 
 SIGNALS = {Step.TERM: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 
@@ -46,6 +49,14 @@ class Effects:
     def send(self, pin: Pinned, number: int) -> bool:
         """True when the kernel accepted the signal, False when the process is gone."""
         return pin.send(number)
+
+    def ask_units(self, units: UnitStopper, holders: list[Holder], grace_s: float) -> Stopped:
+        """Asks the holders' supervisors to stop their jobs."""
+        return units.ask(holders, grace_s)
+
+    def kill_units(self, units: UnitStopper, holders: list[Holder]) -> Stopped:
+        """Kills everything in the holders' units."""
+        return units.kill(holders)
 
 
 @dataclass(slots=True)
@@ -66,13 +77,18 @@ class _State:
     deadline_s: float
     minors: set[int] = field(default_factory=set)
     dealt: dict[ProcessRef, Holder] = field(default_factory=dict)
+    asked: set[ProcessRef] = field(default_factory=set)
+    """Holders whose supervisor has begun to stop them."""
     killed: set[ProcessRef] = field(default_factory=set)
     exited: set[ProcessRef] = field(default_factory=set)
     respawned: set[ProcessRef] = field(default_factory=set)
     stuck: list[Stuck] = field(default_factory=list)
     first_signal_ticks: int | None = None
     falling: bool = False
-    survivors: bool = False
+    restless: bool = False
+    """Holders still came back after the last round, whatever the last look happens to show."""
+    xid: Xid | None = None
+    """The driver reported this in the middle: no further signal."""
 
 
 class Release:
@@ -101,6 +117,11 @@ class Release:
         self.report = Report(release_id or str(uuid.uuid4()), subject.vmid, options.trigger, dry_run=options.dry_run)
         self.report.started = _utc_now()
         self.resume = resume
+        self.units = UnitStopper(sources, self.observer.view)
+        self.lineage = Lineage(sources, self.observer.view)
+        self.xids: XidWatch | None = None
+        self._returned: dict[ProcessRef, Holder] = {}
+        """Holders that came back."""
         self._termed = resume.termed if resume else frozenset[ProcessRef]()
         self._baseline = dict(resume.baseline_mib) if resume else {}
         if resume is not None:
@@ -122,6 +143,9 @@ class Release:
             self._end_by_error(exc)
         finally:
             self.observer.close()
+            self.units.close()
+            if self.xids is not None:
+                self.xids.close()
         self.report.duration_ms = self._now_ms()
         self.listener.finished(self.report)
         return self.report
@@ -142,29 +166,81 @@ class Release:
             self._conclude(state, first)
             return
         self._refuse_init(first)
+        self.xids = XidWatch()
+        self.lineage.note(holders)
         last = self._climb(state, first)
         self._conclude(state, last)
 
     def _climb(self, state: _State, observation: Observation) -> Observation:
         """All rungs, then rounds of KILL for what came after, until nothing is left or nothing helps."""
-        ladder: Sequence[Rung] = rungs_for(self.options)
-        kill = Rung(Step.KILL, self.options.limits.kill_grace_s)
         for round_number in range(self.options.limits.respawn_rounds + 1):
-            for rung in ladder if round_number == 0 else (kill,):
-                targets = [h for h in self._targets(observation) if h.ref not in state.killed]
-                if not targets or self._time_is_up(state):
+            for rung in self._rungs(round_number, state, observation):
+                targets = self._targets_of(rung, state, observation)
+                if not targets:
+                    continue
+                if self._time_is_up(state) or self._is_told_to_stop(state, observation):
                     break
                 all_dead = self._rung(state, rung, targets, observation)
                 observation = self._look(state, nvml=all_dead)
             if self._targets(observation):
-                if any(h.ref not in state.killed for h in self._targets(observation)) and not self._time_is_up(state):
+                fresh = any(h.ref not in state.killed for h in self._targets(observation))
+                if fresh and not self._time_is_up(state) and state.xid is None:
                     continue
                 break
             observation = self._drain(state, observation)
             observation = self._settle(state, observation)
             if not self._targets(observation) or self._time_is_up(state):
                 return observation
-        return self.observer.look()
+        else:
+            state.restless = True
+        return self._look(state, nvml=True)
+
+    def _rungs(self, round_number: int, state: _State, observation: Observation) -> Sequence[Rung]:
+        """The ladder at first; later SIGKILL, and before it what brings the holders back, where that is allowed."""
+        if round_number == 0:
+            return rungs_for(self.options)
+        kill = Rung(Step.KILL, self.options.limits.kill_grace_s)
+        if not self.options.stop_units:
+            return (kill,)
+        self._end_restarters(state, observation)
+        return (Rung(Step.CGROUP_KILL, kill.grace_s), kill)
+
+    def _targets_of(self, rung: Rung, state: _State, observation: Observation) -> list[Holder]:
+        found = [h for h in self._targets(observation) if h.ref not in state.killed]
+        if rung.step is Step.STOP_UNIT:
+            return [h for h in found if self.units.may_kill(h)]
+        if rung.step is Step.CGROUP_KILL:
+            return [h for h in found if h.ref in state.respawned and self.units.may_kill(h)]
+        if rung.step is Step.TERM:  # its supervisor has sent it one by now: a second means "at once" to many programs
+            return [h for h in found if h.ref not in state.asked]
+        return found
+
+    def _is_told_to_stop(self, state: _State, observation: Observation) -> bool:
+        """True when the driver has reported an error that more signals would only make worse (CASES, Xid 119)."""
+        if state.xid is None and self.xids is not None:
+            gpus = [g.info.pci_bus_id for g in observation.gpus or state.first.gpus if g.info.minor in state.minors]
+            state.xid = self.xids.fatal(gpus)
+        return state.xid is not None
+
+    def _end_restarters(self, state: _State, observation: Observation) -> None:
+        """SIGTERM, then SIGKILL, to a process outside any unit that has been seen to start holders again."""
+        for process in self.lineage.restarters(self._targets(observation), state.first.init):
+            pin = Pinned.pin(process.ref, self.observer.recheck)
+            if pin is None or self._time_is_up(state) or self._is_told_to_stop(state, observation):
+                continue
+            record = RungRecord(Step.STOP_UNIT, self._now_ms(), [process.pid])
+            record.note = f"pid {process.pid} ({process.comm}) starts the job again and again"
+            self.report.rungs.append(record)
+            self.listener.rung_begun(self.report, record, ())
+            begun_s = time.monotonic()
+            with pin:
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    record.sent += self.effects.send(pin, number)
+                    if wait_any((pin,), RESTARTER_GRACE_S):
+                        break
+                record.gone = int(pin.gone())
+            record.waited_ms = round((time.monotonic() - begun_s) * 1000)
+            self.listener.rung_done(self.report, record)
 
     def _rung(self, state: _State, rung: Rung, targets: list[Holder], observation: Observation) -> bool:
         """Signals, waits and records one rung; True when every target is dead."""
@@ -174,7 +250,10 @@ class Release:
         self.cancel.check()
         if state.first_signal_ticks is None:
             state.first_signal_ticks = boot_ticks_now()
-        pins = self._signal(state, rung, record, targets)
+        if rung.step in (Step.STOP_UNIT, Step.CGROUP_KILL):
+            pins = self._deal_with_units(state, rung, record, targets)
+        else:
+            pins = self._signal(state, rung, record, targets)
         begun_s = time.monotonic()
         gauge = MemoryGauge(self.sources, self._uuids(state))
         try:
@@ -187,10 +266,37 @@ class Release:
                 if pin.gone():
                     state.exited.add(pin.ref)
                 pin.close()
-        if alive and rung.step is Step.KILL:
+        if alive and rung.step in (Step.KILL, Step.CGROUP_KILL):
             state.stuck = stuck_tasks(self.sources.procfs, [pin.ref for pin in alive])
         self.listener.rung_done(self.report, record)
         return not alive
+
+    def _deal_with_units(
+        self, state: _State, rung: Rung, record: RungRecord, targets: Iterable[Holder]
+    ) -> list[Pinned]:
+        """Asks the supervisors of the targets, or kills their units; the pins of those that this has reached."""
+        targets = list(targets)
+        ask = rung.step is Step.STOP_UNIT
+        if ask:
+            done = self.effects.ask_units(self.units, targets, rung.grace_s)
+        else:
+            done = self.effects.kill_units(self.units, targets)
+        record.note = "; ".join(done.notes)
+        pins: list[Pinned] = []
+        for holder in targets:
+            if holder.ref not in done.reached:
+                continue
+            record.sent += 1
+            state.dealt[holder.ref] = holder
+            if ask:
+                state.asked.add(holder.ref)
+            pin = Pinned.pin(holder.ref, self.observer.recheck)
+            if pin is None:
+                record.gone += 1
+                state.exited.add(holder.ref)
+            else:
+                pins.append(pin)
+        return pins
 
     def _signal(self, state: _State, rung: Rung, record: RungRecord, targets: Iterable[Holder]) -> list[Pinned]:
         """Pin, check, act: a target whose identity or owner has changed since the look is left alone."""
@@ -223,7 +329,7 @@ class Release:
         record: RungRecord,
     ) -> list[Pinned]:
         deadline_s = state.deadline_s
-        if rung.step is Step.TERM:  # leave time for KILL and the driver, however busy TERM's targets look
+        if rung.step in (Step.TERM, Step.STOP_UNIT):  # leave time for KILL and the driver, however busy they look
             deadline_s = min(deadline_s, state.begun_s + self.options.limits.timeout_s / 2)
 
         def tell(alive: Sequence[Pinned], used_mib: int | None) -> None:
@@ -245,8 +351,8 @@ class Release:
             Patience(rung.grace_s, deadline_s),
             gauge,
             self.cancel,
-            cpu_ticks=self.sources.procfs.cpu_ticks if rung.step is Step.KILL else None,
-            hopeless=cannot_act if rung.step is Step.TERM else None,
+            cpu_ticks=self.sources.procfs.cpu_ticks if rung.step in (Step.KILL, Step.CGROUP_KILL) else None,
+            hopeless=cannot_act if rung.step in (Step.TERM, Step.STOP_UNIT) else None,
             tell=tell,
         )
 
@@ -366,6 +472,8 @@ class Release:
         fresh = [h for h in holders if h.ref not in state.dealt and h.targetable]
         since = state.first_signal_ticks
         state.respawned |= {h.ref for h in fresh if since is not None and h.process.start_time >= since}
+        self.lineage.note(fresh)
+        self._returned |= {h.ref: h for h in fresh if h.ref in state.respawned}
         if fresh or nvml:
             self.listener.observed(self.report, observation, holders)
         return observation
@@ -450,6 +558,11 @@ class Release:
             resumed=self.resume.termed | self.resume.killed if self.resume else frozenset(),
             baseline_mib=self._baseline,
             falling=state.falling,
+            restless=state.restless,
+            returned=tuple(h for ref in state.respawned if (h := self._returned.get(ref))),
+            restarters=tuple(self.lineage.restarters(self._returned.values(), state.first.init)),
+            xid=str(state.xid) if state.xid else "",
+            xid_advice=state.xid.advice if state.xid else "",
             waited_s=time.monotonic() - self._begun_s,
         )
 
@@ -503,6 +616,8 @@ class Release:
             self.report.message, self.report.next_step = say("interrupted", vmid=self.subject.vmid, detail=detail)
 
 
+RESTARTER_GRACE_S = 1.0
+"""After SIGTERM to a process that starts a job again, before SIGKILL: it holds no GPU, nothing has to drain."""
 PAUSE_MAX_S = 0.1
 """Between two memory samples while nothing but the driver's figures can tell us anything."""
 _CLK_TCK = os.sysconf("SC_CLK_TCK")

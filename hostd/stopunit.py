@@ -19,7 +19,11 @@ from hostd import syscalls
 from hostd.errors import is_gone
 from hostd.model import Holder, Process, ProcessRef, Supervisor
 from hostd.observe import ContainerView, Members, Sources
-from hostd.system.managers import DOCKER_SOCKETS, PODMAN_SOCKETS, SYSTEMD_PRIVATE, Asking, Request, inner_id, kernel_id
+from hostd.supervisor import user_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hostd.system.managers import Asking, Request
 
 ASK_DEADLINE_S = 5.0
 """On a manager's answer that it has begun to stop the job (not on the end of the job)."""
@@ -99,6 +103,8 @@ class UnitStopper:
 
     def _begin(self, supervisor: Supervisor, holder: Holder, members: Members, grace_s: float) -> Asking:
         """Raises LookupError when there is nobody to ask, OSError when it cannot be done."""
+        from hostd.system.managers import Asking
+
         manager = _manager(supervisor, holder.process, members)
         if manager is None:
             raise LookupError("the process that runs its supervisor was not found")
@@ -199,6 +205,9 @@ def _request(
     maps: tuple[bytes, bytes],
     grace_s: float,
 ) -> Request:
+    from hostd.system.managers import DOCKER_SOCKETS, PODMAN_SOCKETS, SYSTEMD_PRIVATE, Request, kernel_id
+
+    sockets: tuple[str, ...]
     uids, gids = maps
     uid, gid, inner = kernel_id(uids, 0), kernel_id(gids, 0), 0
     peers = frozenset(members.processes)
@@ -206,7 +215,9 @@ def _request(
     if supervisor.kind == "systemd":
         kind, sockets, peers = "systemd", (SYSTEMD_PRIVATE,), frozenset({manager.pid})
     elif supervisor.kind == "systemd-user":
-        kind, inner = "systemd", _user_of(supervisor.cgroup)
+        kind, inner = "systemd", user_of(supervisor.cgroup)
+        if inner < 0:
+            raise LookupError("its user manager has no number")
         uid, gid = kernel_id(uids, inner), kernel_id(gids, inner)
         sockets = (f"run/user/{inner}/systemd/private",)
     elif supervisor.kind in ("docker", "podman"):
@@ -218,14 +229,6 @@ def _request(
     return Request(
         kind, supervisor.name, sockets, uid, gid if gid is not None else uid, inner, peers - {0, 1}, seconds
     )
-
-
-def _user_of(cgroup: str) -> int:
-    """The uid of a user manager by its cgroup `.../user@1000.service/...`. Raises LookupError."""
-    match = re.search(r"/user@(\d{1,9})\.service/", cgroup)
-    if match is None:
-        raise LookupError("its user manager has no number")
-    return int(match[1])
 
 
 def _read(dir_fd: int, name: str) -> bytes:
@@ -279,33 +282,4 @@ class Lineage:
         return list(found.values())
 
 
-def how_to_stop(vmid: int, supervisors: Iterable[Supervisor], restarters: Iterable[Process]) -> str:
-    """The command for people that stops what brings a job back."""
-    import shlex
-
-    ways = []
-    for supervisor in supervisors:
-        name = shlex.quote(supervisor.name)
-        command = {
-            "systemd": f"systemctl stop {name}",
-            "systemd-user": f"systemctl --user -M {_user_text(supervisor.cgroup)}@ stop {name}",
-            "docker": f"docker stop {name[:12]}",
-            "podman": f"podman stop {name[:12]}",
-            "openrc": f"rc-service {name} stop",
-        }.get(supervisor.kind)
-        if command:
-            ways.append(f"pct exec {vmid} -- {command}")
-    for process in restarters:
-        inside = process.ns_pids[0] if process.ns_pids else process.pid
-        ways.append(f"pct exec {vmid} -- kill {inside}" if process.ns_pids else f"kill {inside}")
-    return "; ".join(ways[:3])
-
-
-def _user_text(cgroup: str) -> str:
-    try:
-        return str(_user_of(cgroup))
-    except LookupError:
-        return "USER"
-
-
-__all__ = ["Lineage", "Stopped", "UnitStopper", "by_unit", "how_to_stop", "inner_id", "why_protected"]
+__all__ = ["Lineage", "Stopped", "UnitStopper", "by_unit", "why_protected"]

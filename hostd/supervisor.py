@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from hostd.model import Supervisor
+from hostd.model import Process, Supervisor
 
 _NESTED = (
     ("docker", re.compile(r"^docker-([0-9a-f]{12,64})\.scope$")),
@@ -62,3 +63,33 @@ def _nested(parts: list[str], depth: int, path: str) -> Supervisor | None:
         if any(p.startswith("kubepods") for p in parts[:depth]):
             return Supervisor("containerd", part, path)
     return None
+
+
+def user_of(cgroup: str) -> int:
+    """The uid, as the container numbers it, of a user manager by its cgroup `.../user@1000.service/...`; -1: none."""
+    match = re.search(r"/user@(\d{1,9})\.service/", cgroup)
+    return int(match[1]) if match else -1
+
+
+def how_to_stop(vmid: int, supervisors: Iterable[Supervisor], restarters: Iterable[Process]) -> str:
+    """The command for people that stops what brings a job back; empty when there is none to give."""
+    import shlex
+
+    ways = []
+    for supervisor in supervisors:
+        name = shlex.quote(supervisor.name)
+        command = {
+            "systemd": f"systemctl stop {name}",
+            "systemd-user": f"systemctl --user -M {user_of(supervisor.cgroup)}@ stop {name}",
+            "docker": f"docker stop {name[:12]}",
+            "podman": f"podman stop {name[:12]}",
+            "containerd": f"crictl stop {name[:12]}",
+            "openrc": f"rc-service {name} stop",
+        }.get(supervisor.kind)
+        if command:
+            ways.append(f"pct exec {vmid} -- {command}")
+    ways += [
+        f"pct exec {vmid} -- kill {process.ns_pids[0]}" if process.ns_pids else f"kill {process.pid}"
+        for process in restarters
+    ]
+    return "; ".join(ways[:3])

@@ -60,7 +60,7 @@ _ROWS = (
         H,
         3,
         "container {vmid}: holders come back as fast as they are killed, started by {supervisor}",
-        "pve-gpu-release {vmid} --stop-units, or stop {supervisor} inside the container first",
+        "pve-gpu-release {vmid} --stop-units, or inside the container: {how}",
     ),
     Reason(
         "holder-appeared",

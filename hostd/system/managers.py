@@ -185,7 +185,7 @@ def stop_unit_message(unit: str) -> bytes:
 
 
 def split_message(buffer: bytes) -> tuple[tuple[int, int, str] | None, bytes]:
-    """((type, reply serial, error text), rest), or (None, buffer) while a message is incomplete. ValueError: no D-Bus."""
+    """((type, reply serial, error text), rest); (None, buffer) while it is incomplete. ValueError: no D-Bus."""
     if len(buffer) < 16:
         return None, buffer
     order = {0x6C: "<", 0x42: ">"}.get(buffer[0])
@@ -265,15 +265,4 @@ def kernel_id(id_map: bytes, inner: int) -> int | None:
     return None
 
 
-def inner_id(id_map: bytes, kernel: int) -> int | None:
-    """The inverse of `kernel_id`."""
-    for line in id_map.splitlines():
-        fields = line.split()
-        if len(fields) == 3:
-            first, outer, count = map(int, fields)
-            if outer <= kernel < outer + count:
-                return first + kernel - outer
-    return None
-
-
-__all__ = ["Asking", "Reply", "Request", "inner_id", "kernel_id"]
+__all__ = ["Asking", "Reply", "Request", "kernel_id"]
