@@ -214,4 +214,3 @@ def _ns_pids(pid: int) -> tuple[int, ...]:
         return ()
     _, found, rest = text.partition(b"\nNSpid:")
     return tuple(map(int, rest.split(b"\n", 1)[0].split())) if found else ()
-

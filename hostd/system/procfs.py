@@ -193,7 +193,7 @@ class Procfs:
         return None if stat is None else stat.cpu_ticks
 
     def is_dying(self, pid: int) -> bool:
-        """True when every task of a process is past exit(): PF_EXITING (include/linux/sched.h) in the flags of its stat.
+        """True when every task of a process is past exit(): PF_EXITING (include/linux/sched.h) in its stat's flags.
 
         Its descriptors and mappings are gone from /proc then, while the driver may still be giving back what they held
         (seen on an H200 for as long as pinned memory takes). A process that is gone counts as dying.
