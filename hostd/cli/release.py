@@ -36,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", metavar="PID", help="only this process: its pid in the container, or host:PID")
     parser.add_argument("--stop", action="store_true", help="may stop the container if its init is a holder")
     parser.add_argument(
+        "--stop-units",
+        action="store_true",
+        help="first ask the job's own supervisor (systemd unit, docker) to stop it; kill a job that comes back with "
+        "its whole unit",
+    )
+    parser.add_argument(
+        "--reset", action="store_true", help="may reset a GPU that nothing else frees; refused when anyone else is on it"
+    )
+    parser.add_argument(
         "--no-verify-memory", action="store_true", help="accept 'no holder left' when the driver cannot confirm it"
     )
     parser.add_argument("--no-wait", action="store_true", help="exit 75 instead of waiting for a release in flight")
@@ -74,7 +83,7 @@ def finish(results: list[Json], args: argparse.Namespace, *, several: bool) -> i
 def given_options(args: argparse.Namespace) -> Json:
     """What the command line says, as Varlink's ReleaseOptions; what it leaves out is as configured."""
     given: Json = {"trigger": "cli"}
-    for name in ("now", "dry_run", "stop"):
+    for name in ("now", "dry_run", "stop", "stop_units", "reset"):
         if getattr(args, name):
             given[name] = True
     if args.no_verify_memory:
