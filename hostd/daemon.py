@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 
 from hostd import __version__, audit
 from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, load
+from hostd.lifecycle.event import STOP_PHASES, Phase
 from hostd.lock import try_lock
 from hostd.service.api import Api, DaemonFacts
 from hostd.service.interface import INTERFACE, SOCKET_PATH
 from hostd.service.server import Caller, Outcome, Server, Worker
+from hostd.stopwatch import StopWatch
 from hostd.store import Store, parse_resume
 from hostd.system.journal import Journal
 
@@ -80,6 +82,7 @@ class Daemon:
         self._store = Store()
         self._busy = 0
         api = Api(lambda: self.config, self.facts)
+        api.on_pre_stop = lambda vmid: self.stops.arm(vmid)
         passed = listener()
         import socket
 
@@ -92,7 +95,16 @@ class Daemon:
             len(self.server.workers),
             self.server.queued,
         )
+        self.stops = StopWatch(self.server.call_at, self._look_after_stop, self._stop_delays)
         self._signal_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def _stop_delays(self, vmid: int) -> tuple[float, float]:
+        hook = self.config.for_container(vmid).hook
+        return hook.watchdog_delay_s, hook.watchdog_interval_s
+
+    def _look_after_stop(self, vmid: int) -> None:
+        parameters = {"vmid": vmid, "phase": Phase.WATCHDOG.value, "source": "daemon"}
+        self.server.submit(f"{INTERFACE}.Event", parameters, Caller(os.getpid(), 0, 0))
 
     # --- life ---
 
@@ -106,6 +118,7 @@ class Daemon:
         notes = [] if self.facts.first_pid_namespace else ["this is not the machine's first PID namespace"]
         self.journal.send(audit.daemon_started(__version__, notes))
         self._recover()
+        self.stops.resume()
         self._notify("READY=1", self._status_line())
         self.server.run()
         self.journal.send(audit.daemon_stopped("asked to"))
@@ -185,14 +198,19 @@ class Daemon:
         release_id = str(record["release_id"])
         context = audit.Context(vmid=vmid, release_id=release_id, trigger=str(record.get("trigger", "")))
         age_s = _age_s(record)
-        if record.get("owner") == "cli" or age_s > RESUME_WITHIN_S:
-            why = "its command line was killed" if record.get("owner") == "cli" else f"it is {age_s:.0f} s old"
+        event = _stop_event(record)
+        lost = record.get("owner") == "cli" or (event is None and record.get("event") is not None)
+        if lost or age_s > RESUME_WITHIN_S:
+            why = "whoever asked for it was killed" if lost else f"it is {age_s:.0f} s old"
             self.journal.send(audit.abandoned(context, was_at, why))
             closed = dict(record) | {"report": {"verdict": None, "reason": "interrupted", "message": why}}
             try:
                 self._store.write(closed)
             except OSError as exc:
                 self.journal.send(audit.record_missing(context, str(exc)))
+            return
+        if event is not None:
+            self.server.submit(f"{INTERFACE}.Event", event, Caller(os.getpid(), 0, 0))
             return
         options = record.get("options")
         parameters = {
@@ -202,6 +220,15 @@ class Daemon:
             "options": options if isinstance(options, dict) else {},
         }
         self.server.submit(f"{INTERFACE}.Release", parameters, Caller(os.getpid(), 0, 0))
+
+
+def _stop_event(record: Mapping[str, object]) -> dict[str, object] | None:
+    """The event that an unfinished record answers, if it can still be answered: the end of a container can, a start
+    has gone on without us long ago."""
+    event = record.get("event")
+    if not isinstance(event, dict) or event.get("phase") not in STOP_PHASES:
+        return None
+    return {key: event.get(key) for key in ("vmid", "phase", "source", "context")}
 
 
 def _age_s(record: Mapping[str, object]) -> float:

@@ -13,6 +13,7 @@ from hostd.audit import entries_dropped
 from hostd.config import Config, ContainerSettings, ResetPolicy
 from hostd.engine import Surroundings, perform, require_root
 from hostd.ladder import Options
+from hostd.lifecycle.event import CONTEXT_KEYS, START_PHASES, Event, Phase, parse_context
 from hostd.nodeview import find_pid, observe
 from hostd.observe import open_sources
 from hostd.service.interface import INTERFACE
@@ -41,12 +42,20 @@ class LookRequest:
     nvml_deadline_s: float = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class EventRequest:
+    event: Event
+    config: Config
+
+
 class Api:
     """Builds the method table. `config()` is the configuration in force, `facts()` what Status says of the daemon."""
 
     def __init__(self, config: Callable[[], Config], facts: Callable[[], Json]) -> None:
         self._config = config
         self._facts = facts
+        self.on_pre_stop: Callable[[int], None] = lambda vmid: None
+        """Arms the stop watchdog."""
 
     def methods(self) -> dict[str, Forked]:
         return {
@@ -55,6 +64,9 @@ class Api:
             f"{INTERFACE}.Observe": Forked(self.parse_observe, run_observe, lane="look"),
             f"{INTERFACE}.Map": Forked(self.parse_map, run_map, lane="look"),
             f"{INTERFACE}.Status": Forked(self.parse_status, run_status, lane="look"),
+            f"{INTERFACE}.Event": Forked(
+                self.parse_event, run_event, graceful=True, streams=True, on_disconnect="continue"
+            ),
         }
 
     def parse_release(self, params: Params) -> ReleaseRequest:
@@ -89,6 +101,18 @@ class Api:
         request = LookRequest((params.integer("vmid", 1, HIGHEST_VMID),), params.integer("pid", 1, 1 << 22))
         params.no_others()
         return request
+
+    def parse_event(self, params: Params) -> EventRequest:
+        vmid = params.integer("vmid", 1, HIGHEST_VMID)
+        phase = params.choice("phase", tuple(Phase))
+        source = params.text_or("source", "hookscript", 32)
+        given = params.section("context")
+        context = parse_context({key: given.text_or(key, "") for key in CONTEXT_KEYS})
+        params.no_others()
+        event = Event(vmid, Phase(phase), source, context)
+        if event.phase is Phase.PRE_STOP:
+            self.on_pre_stop(vmid)
+        return EventRequest(event, self._config())
 
     def parse_status(self, params: Params) -> LookRequest:
         params.no_others()
@@ -145,6 +169,43 @@ def run_release(request: ReleaseRequest, emit: Emit, context: Context) -> Mappin
     finally:
         sources.close()
         journal.close()
+
+
+def run_event(request: EventRequest, emit: Emit, context: Context) -> Mapping[str, object]:
+    """A lifecycle event: first "accepted" with the budget of the phase, progress, then what the hook is to say."""
+    from hostd.lifecycle.here import nvml_deadline_s
+    from hostd.lifecycle.phases import Around, Lifecycle, guarded
+    from hostd.nodes import make_nodes_by_unit
+
+    require_root()
+    event, settings = request.event, request.config.for_container(request.event.vmid)
+    hook = settings.hook
+    budget_s = hook.pre_start_budget_s if event.phase in START_PHASES else hook.budget_s
+    emit({"progress": {"event": "accepted", "vmid": event.vmid, "since_s": budget_s}})
+    deadline_s = nvml_deadline_s(event.phase, hook, request.config)
+    sources = open_sources(nvml_deadline_s=deadline_s, read_deadline_s=settings.limits.read_deadline_s)
+    journal = Journal(stderr=True, on_drop=entries_dropped)
+    around = Around(
+        owner="daemon",
+        journal=journal,
+        cancel=context.cancel,
+        listener=EventListener(lambda progress: emit({"progress": progress})),
+        watched=True,
+        make_nodes=make_nodes_by_unit,
+        caller_uid=context.caller.uid,
+        caller_pid=context.caller.pid,
+    )
+    try:
+        outcome = guarded(Lifecycle(sources, event, request.config, around), journal)
+    finally:
+        sources.close()
+        journal.close()
+    return {
+        "allow": outcome.allow,
+        "message": "\n".join(outcome.messages),
+        "next_step": outcome.next_step,
+        "report": outcome.report if event.phase is not Phase.WATCHDOG else None,
+    }
 
 
 def run_observe(request: LookRequest, _emit: Emit, _context: Context) -> Mapping[str, object]:

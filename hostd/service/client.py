@@ -64,13 +64,22 @@ class Connection:
         return reply
 
     def call_more(
-        self, method: str, parameters: dict[str, object] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        parameters: dict[str, object] | None = None,
+        timeout: float | Callable[[], float] | None = None,
     ) -> Iterator[dict[str, object]]:
-        """The parameters of every reply as it comes; the last one is the result. Raises as `call`."""
+        """The parameters of every reply as it comes; the last one is the result. Raises as `call`.
+
+        A `timeout` that can be called is asked before each reply; nothing left (<= 0) is DaemonLost.
+        """
         self._send(method, parameters, more=True)
         continues = True
         while continues:
-            reply, continues = self._receive(timeout)
+            limit = timeout() if callable(timeout) else timeout
+            if callable(timeout) and limit is not None and limit <= 0:
+                raise DaemonLost("no answer from the daemon: timed out")
+            reply, continues = self._receive(limit)
             yield reply
 
     def cancel(self) -> None:

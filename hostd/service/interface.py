@@ -189,7 +189,7 @@ type Report (
 
 # What a release in flight is doing. Messages may be left out when the reader is slow.
 type Progress (
-  # observed, rung_begun, rung_done, waiting
+  # observed, rung_begun, rung_done, waiting; for "Event" first of all accepted, "since_s" being the budget of the phase
   event: string,
   vmid: int,
   # With "observed"
@@ -327,8 +327,10 @@ method Status() -> (
 )
 
 # A lifecycle event of a container, as the hookscript or the systemd drop-in saw it.
-# "phase": pre-start, post-start, pre-stop, post-stop, exec-start-pre, exec-stop-post. "source": hookscript, drop-in.
-# "context": what the source knows, such as SERVICE_RESULT or INVOCATION_ID.
+# "phase": pre-start, post-start, pre-stop, post-stop, exec-start-pre, exec-stop-post (watchdog: the daemon itself looks
+# after a stop that takes long). "source": hookscript, drop-in, daemon.
+# "context": what the source knows, such as SERVICE_RESULT or INVOCATION_ID. "message" has one line per thing to say;
+# it is empty for a container that has nothing to do with GPUs. The default of "on_disconnect" is "continue".
 # With "more", any number of replies with "progress" comes first. "allow" false refuses a start (configured: block).
 method Event(
   vmid: int,

@@ -1,0 +1,196 @@
+"""A release of a container that does not run: clear what it left, then prove that its GPUs are free.
+
+The same loop, judge and report as any release (`hostd/release.py`); what differs is that everything in the container's
+cgroup may go, and that what it held before is known from the snapshot of pre-stop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from hostd.cancel import Cancel
+from hostd.events import Listener
+from hostd.judge import Selection
+from hostd.ladder import Options, Resume
+from hostd.lifecycle.clearing import SETTLE_S, Cleared, Taken, clear, container_runs
+from hostd.lifecycle.records import Snapshot
+from hostd.model import Holder, Observation, Process, ProcessRef, RungRecord, Step
+from hostd.observe import Sources, read_driver
+from hostd.release import Release, Subject, _State, boot_ticks_now
+from hostd.system.cgroupfs import ContainerCgroup, owner_of
+from hostd.system.pidfd import Pinned, wait_any
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is known beside the subject."""
+
+    taken: Taken
+    snapshot: Snapshot | None = None
+    baseline_mib: dict[int, int] = field(default_factory=dict)
+    """GPU minor -> ghost memory without the container, from before it ran or stopped."""
+    settle_s: float = SETTLE_S
+    clears_monitor: bool = False
+    on_cleared: Callable[[Cleared], None] = lambda cleared: None
+
+
+class SideRelease(Release):
+    """One release on the stop side or before a start. `run()` once, as its parent."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        subject: Subject,
+        options: Options,
+        listener: Listener,
+        plan: Plan,
+        *,
+        cancel: Cancel,
+        resume: Resume | None = None,
+    ) -> None:
+        super().__init__(
+            sources, subject, replace(options, now=True, stop=True), listener, cancel=cancel, resume=resume
+        )
+        self.plan = plan
+        self.cleared: list[Cleared] = []
+        self.last: Observation | None = None
+        """The look that the verdict rests on."""
+        self.runs: ProcessRef | None = None
+        """Init of the container when it runs (again): then nothing was touched."""
+        self._dealt: dict[ProcessRef, Holder] = {}
+        self._killed: set[ProcessRef] = set()
+
+    def _run(self) -> None:
+        if self.plan.snapshot is not None:
+            self._dealt = {h.ref: h.holder(self.subject.vmid) for h in self.plan.snapshot.holders}
+            self._baseline = dict(map(tuple, self.plan.snapshot.baseline_mib)) | self._baseline  # type: ignore[arg-type]
+        for minor, mib in self.plan.baseline_mib.items():
+            self._baseline.setdefault(minor, mib)
+        self._clear()
+        self._end_strays()
+        first = self.observer.look()
+        self.runs = container_runs(self.sources, self.subject.vmid)
+        if self.runs is not None:
+            self.selection = Selection(pids=frozenset())  # whatever holds a GPU now belongs to the new run
+        state = self._state(first)
+        holders = self._selected(first)
+        self.report.was_held = bool(self._dealt or holders) or bool(self.resume and self.resume.was_held)
+        self.listener.observed(self.report, first, holders)
+        last = self._climb(state, first)
+        self.last = last
+        self._conclude(state, last)
+
+    def _state(self, first: Observation) -> _State:
+        state = _State(first, self._begun_s, self._begun_s + self.options.limits.timeout_s)
+        state.minors = set(self.subject.own_minors) | {m for h in self._selected(first) for m in h.gpus}
+        state.minors |= {m for h in self._dealt.values() for m in h.gpus}
+        if self.plan.snapshot is not None:
+            state.minors |= set(self.plan.snapshot.minors)
+        if self.resume is not None:
+            state.minors |= self.resume.minors
+        state.dealt = dict(self._dealt)
+        state.killed = set(self._killed)
+        state.stuck = [stuck for cleared in self.cleared for stuck in cleared.stuck]
+        for gpu in first.gpus:
+            # Nobody else is on it: whatever stays in use was the container's, and none of it is a baseline.
+            if gpu.info.minor in state.minors and not gpu.foreign_clients:
+                self._baseline.setdefault(gpu.info.minor, 0)
+        return state
+
+    # --- leftovers ---
+
+    def _clear(self) -> None:
+        taken = self.plan.taken
+        for cgroup in (taken.payload, taken.monitor if self.plan.clears_monitor else None):
+            if cgroup is not None:
+                self._clear_one(cgroup)
+
+    def _clear_one(self, cgroup: ContainerCgroup) -> None:
+        record = RungRecord(Step.CGROUP_KILL, self._now_ms())
+
+        def begin(processes: list[Process]) -> None:
+            self._look_before(processes)
+            record.at_ms = self._now_ms()
+            record.targets = [p.pid for p in processes]
+            record.sent = len(processes)
+            record.note = f"{cgroup.path}: " + ", ".join(f"{p.pid} ({p.comm})" for p in processes[:8])
+            self.report.rungs.append(record)
+            self.listener.rung_begun(self.report, record, ())
+            self._killed |= {p.ref for p in processes}
+
+        limits = self.options.limits
+        cleared = clear(
+            self.sources,
+            cgroup,
+            settle_s=self.plan.settle_s,
+            grace_s=limits.kill_grace_s,
+            deadline_s=self._begun_s + limits.timeout_s,
+            may_kill=lambda: container_runs(self.sources, self.subject.vmid) is None,
+            before_kill=begin,
+            check=self.cancel.check,
+        )
+        if record.targets:
+            left = {s.ref for s in cleared.stuck}
+            record.gone = (
+                sum(1 for p in cleared.processes if p.ref not in left) if not cleared.empty else len(record.targets)
+            )
+            record.waited_ms = self._now_ms() - record.at_ms
+            self.listener.rung_done(self.report, record)
+        if cleared.processes or cleared.stuck or cleared.blind_spots:
+            self.cleared.append(cleared)
+            self.report.blind_spots += cleared.blind_spots
+            self.plan.on_cleared(cleared)
+
+    def _look_before(self, processes: Iterable[Process]) -> None:
+        """Who of those that are about to be killed holds a GPU, and what is in use without them."""
+        before = self.observer.look()
+        refs = {p.ref for p in processes}
+        for holder in before.holders:
+            if holder.ref in refs or holder.targetable:
+                self._dealt.setdefault(holder.ref, holder)
+        for gpu in before.gpus:
+            if gpu.baseline_mib is not None:
+                self._baseline.setdefault(gpu.info.minor, gpu.baseline_mib if gpu.foreign_clients else 0)
+
+    def _end_strays(self) -> None:
+        """Holders of the snapshot that live outside the container's cgroup: members of its PID namespace by then.
+
+        They die with the container's init; one that is still there is stuck, or the init was not its own.
+        """
+        strays = [h for h in self._dealt.values() if self._is_stray(h.ref)]
+        if not strays or container_runs(self.sources, self.subject.vmid) is not None:
+            return
+        record = RungRecord(Step.KILL, self._now_ms(), [h.process.pid for h in strays])
+        self.report.rungs.append(record)
+        self.listener.rung_begun(self.report, record, strays)
+        pins = [pin for h in strays if (pin := Pinned.pin(h.ref, self._recheck_stray)) is not None]
+        try:
+            record.sent = sum(1 for pin in pins if pin.send(9))
+            end_s = time.monotonic() + self.options.limits.kill_grace_s
+            left = list(pins)
+            while left and time.monotonic() < end_s:
+                gone = wait_any(left, min(0.1, end_s - time.monotonic()))
+                left = [pin for pin in left if pin not in gone]
+            record.gone = len(strays) - len(left)
+        finally:
+            for pin in pins:
+                pin.close()
+        record.waited_ms = self._now_ms() - record.at_ms
+        self.listener.rung_done(self.report, record)
+
+    def _is_stray(self, ref: ProcessRef) -> bool:
+        if ref.start_time > boot_ticks_now() or self._recheck_stray(ref.pid) != ref:
+            return False
+        scan = self.sources.scanner.scan([ref.pid], frozenset(read_driver([]).by_major))
+        return bool(scan.open.get(ref.pid))
+
+    def _recheck_stray(self, pid: int) -> ProcessRef | None:
+        process = self.sources.procfs.read_process(pid)
+        if process is None or process.is_zombie or owner_of(process.cgroup) is not None:
+            return None
+        return process.ref if process.ns_pids else None
+
+
+__all__ = ["Plan", "SideRelease"]
