@@ -39,6 +39,10 @@ e2e-smoke: setup
 bench: setup
 	@$(PY) -m tests.bench
 
+## make deb         the Debian package, built in clean trees of Debian 12 and 13, into build/deb/ (needs root)
+deb:
+	packaging/build-deb --lintian
+
 setup: $(VENV)/.ready
 $(VENV)/.ready: tools/setup.sh pyproject.toml
 	@PYTHON=$(PYTHON) bash tools/setup.sh
