@@ -61,21 +61,24 @@ def by_daemon(vmid: int, phase: str, source: str, context: dict[str, str], socke
         "on_disconnect": "continue",
     }
     begun_s = time.monotonic()
-    until_s = begun_s + ACCEPT_S
-    budget_s: float | None = None
+    limit_s, budget_s = ACCEPT_S, 0.0
     doing = ""
+
+    def left_s() -> float:
+        return begun_s + limit_s - time.monotonic()
+
     with connect(socket, CONNECT_S) as connection:
-        for reply in connection.call_more("Event", parameters, lambda: until_s - time.monotonic()):
+        for reply in connection.call_more("Event", parameters, left_s):
             progress = reply.get("progress")
             if not isinstance(progress, dict):
                 return reply
             if progress.get("event") == "accepted":
                 given = progress.get("since_s")
                 budget_s = float(given) if isinstance(given, (int, float)) else 20.0
-                until_s = begun_s + budget_s + SLACK_S
+                limit_s = budget_s + SLACK_S
             if progress.get("event") == "waiting":
                 doing = str(progress.get("what") or "")
-            if budget_s is not None and phase in _STOPPED and time.monotonic() - begun_s > budget_s:
+            if budget_s and phase in _STOPPED and time.monotonic() - begun_s > budget_s:
                 break
     text = f"still at work after {time.monotonic() - begun_s:.0f} s ({doing or 'no word yet'}); pve-gpu-hostd goes on"
     return {"allow": True, "message": text}

@@ -1,7 +1,8 @@
 """Leftovers in a container's cgroups after it stopped: waited for, killed through a directory descriptor that was taken
 when the event happened, named.
 
-Proxmox's own LXC hook fails on them and prints only "Script exited with status 16" (PCT_FLOWS 4); LXC never clears them.
+Proxmox's own LXC hook fails on them and prints only "Script exited with status 16" (PCT_FLOWS 4); LXC never clears
+them.
 """
 
 from __future__ import annotations

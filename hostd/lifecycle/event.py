@@ -66,10 +66,13 @@ def parse_context(values: Mapping[str, object]) -> dict[str, str]:
     found = {}
     for key in CONTEXT_KEYS:
         value = values.get(key)
-        if isinstance(value, str) and 0 < len(value) <= _MAX_VALUE and value.isascii():
-            if value.replace("-", "").replace("_", "").isalnum():
-                found[key] = value
+        if isinstance(value, str) and len(value) <= _MAX_VALUE and _plain(value):
+            found[key] = value
     return found
+
+
+def _plain(text: str) -> bool:
+    return text.isascii() and text.replace("-", "").replace("_", "").isalnum()
 
 
 def stop_key(event: Event, unit_invocation: str) -> str:

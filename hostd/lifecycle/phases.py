@@ -1,4 +1,4 @@
-"""Which event does what. `Lifecycle.handle` is called by the daemon's worker and, without a daemon, by the hook itself."""
+"""Which event does what. `Lifecycle.handle` is called by the daemon's worker and, without one, by the hook itself."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from hostd.lifecycle.records import (
     Stopped,
     Watched,
     boot_s,
+    pairs,
     take_snapshot,
     unit_invocation,
 )
@@ -106,7 +107,7 @@ class Lifecycle:
         self._release_id = ""
 
     def handle(self) -> Outcome:
-        """Deals with the event. Raises only what is a bug, and InterruptedRelease; a container is never held up by it."""
+        """Deals with the event. Raises only what is a bug, and InterruptedRelease."""
         taken = Taken.now(self.sources, self.event.vmid)  # before anything else: it names this incarnation
         try:
             what = {
@@ -386,7 +387,7 @@ class Lifecycle:
     # --- one release ---
 
     def _plan(self, taken: Taken, snapshot: Snapshot | None, started: Started | None) -> Plan:
-        baseline = {minor: mib for minor, mib in (started.baseline_mib if started is not None else ())}
+        baseline = pairs(started.baseline_mib) if started is not None else {}
         return Plan(taken, snapshot, baseline, on_cleared=self._on_cleared)
 
     def _release(self, subject: Subject, plan: Plan, budget_s: float) -> tuple[Json, SideRelease]:

@@ -246,9 +246,14 @@ def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) 
     now.holders = list(known.values())
     now.minors = sorted({m for holder in now.holders for m in holder.gpus} | set(earlier.minors if earlier else ()))
     baseline = {g.info.minor: g.baseline_mib for g in seen.gpus if g.baseline_mib is not None}
-    baseline |= {minor: mib for minor, mib in (earlier.baseline_mib if earlier else ())}
+    baseline |= pairs(earlier.baseline_mib) if earlier else {}
     now.baseline_mib = [[minor, mib] for minor, mib in sorted(baseline.items())]
     return now
+
+
+def pairs(values: list[list[int]]) -> dict[int, int]:
+    """JSON knows no dictionary with integer keys."""
+    return {minor: mib for minor, mib in values}  # noqa: C416 - each must have two items
 
 
 def same_incarnation(a: Snapshot, b: Snapshot) -> bool:

@@ -15,7 +15,7 @@ from hostd.events import Listener
 from hostd.judge import Selection
 from hostd.ladder import Options, Resume
 from hostd.lifecycle.clearing import SETTLE_S, Cleared, Taken, clear, container_runs
-from hostd.lifecycle.records import Snapshot
+from hostd.lifecycle.records import Snapshot, pairs
 from hostd.model import Holder, Observation, Process, ProcessRef, RungRecord, Step
 from hostd.observe import Sources, read_driver
 from hostd.release import Release, Subject, _State, boot_ticks_now
@@ -65,7 +65,7 @@ class SideRelease(Release):
     def _run(self) -> None:
         if self.plan.snapshot is not None:
             self._dealt = {h.ref: h.holder(self.subject.vmid) for h in self.plan.snapshot.holders}
-            self._baseline = dict(map(tuple, self.plan.snapshot.baseline_mib)) | self._baseline  # type: ignore[arg-type]
+            self._baseline = pairs(self.plan.snapshot.baseline_mib) | self._baseline
         for minor, mib in self.plan.baseline_mib.items():
             self._baseline.setdefault(minor, mib)
         self._clear()

@@ -1,0 +1,190 @@
+"""pre-stop, post-stop and ExecStopPost=, in the hook's own process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.embedded.node import Container, HolderHandle, Node
+from tests.integration.product import dead, held_mib, lives
+
+from .conftest import Hook
+
+pytestmark = pytest.mark.embedded
+INVOCATION = "0123456789abcdef0123456789abcdef"
+NEXT = "fedcba9876543210fedcba9876543210"
+
+
+def of_unit(node: Node, invocation: str) -> None:
+    """systemd says that this is the invocation of the container's unit."""
+    path = node.path("/run/systemd/units/invocation:pve-container@129.service")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(invocation)
+
+
+def test_a_stop_with_holders_is_verified_against_the_snapshot(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle], neighbours: list[HolderHandle]
+) -> None:
+    of_unit(node, INVOCATION)
+    holder = engine(ignore_term=True)
+    said = hook("pre-stop")
+    assert said.returncode == 0 and "nobody watches this stop" in said.stdout
+    snapshot = hook.remembered("snapshots")
+    assert snapshot is not None and snapshot["holders"][0]["pid"] == holder.pid
+    assert snapshot["invocation"] == INVOCATION and 50 in snapshot["minors"]
+    assert holder.alive() and hook.records() == []
+    container.stop()
+    assert hook("post-stop", INVOCATION_ID=INVOCATION).returncode == 0
+    report = hook.report()
+    assert hook.triggers() == ["hook-post-stop"]
+    assert (report["verdict"], report["reason"], report["was_held"]) == ("released", "released", True)
+    assert [h["fate"] for h in report["holders"]] == ["exited"]
+    assert {g["minor"] for g in report["gpus"]} == {50, 51}
+    assert hook.remembered("snapshots") is None
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION, SERVICE_RESULT="success")
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    assert hook.triggers() == ["hook-post-stop"]
+    assert 50 not in held_mib(node)
+
+
+def test_each_stop_has_its_own_record(node: Node, container: Container, hook: Hook) -> None:
+    of_unit(node, INVOCATION)
+    container.stop()
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION)
+    hook("exec-stop-post", INVOCATION_ID=NEXT)
+    assert hook.triggers() == ["unit-stop-post", "unit-stop-post"]
+
+
+def test_what_is_left_in_the_cgroup_is_killed_and_named(
+    node: Node, container: Container, hook: Hook, neighbours: list[HolderHandle]
+) -> None:
+    left = node.spawn_holder(
+        argv=("agent",), comm="agent", open=("/dev/nvidia0",), cgroup="lxc/129", ignore_term=True
+    )
+    container.stop()
+    assert left.alive()
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION)
+    assert dead(left)
+    report = hook.report()
+    assert report["verdict"] == "released"
+    (rung,) = report["rungs"]
+    assert rung["step"] == "cgroup-kill" and rung["targets"] == [left.pid] and rung["gone"] == 1
+    assert "agent" in rung["note"]
+    assert [(h["pid"], h["fate"]) for h in report["holders"]] == [(left.pid, "exited")]
+
+
+def test_a_killed_monitor_leaves_the_payload_to_us(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle], neighbours: list[HolderHandle]
+) -> None:
+    holder = engine(ignore_term=True)
+    container.kill_monitor()
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION, SERVICE_RESULT="signal", EXIT_STATUS="KILL")
+    assert dead(holder)
+    assert hook.report()["verdict"] == "released"
+    assert hook.triggers() == ["unit-stop-post"]
+
+
+def test_a_container_that_runs_again_is_not_touched(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    holder = engine()
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION)
+    hook("exec-stop-post", INVOCATION_ID=NEXT)
+    hook("pre-start")
+    hook("exec-start-pre")
+    assert lives(holder)
+    assert all(not record["report"]["rungs"] for record in hook.records())
+
+
+def test_a_container_without_a_gpu_is_none_of_our_business(node: Node, hook: Hook) -> None:
+    node.container(131, devices=())
+    for phase in ("pre-start", "exec-start-pre", "post-start", "pre-stop", "post-stop", "exec-stop-post"):
+        done = hook(phase, vmid=131, INVOCATION_ID=INVOCATION)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert hook.records(131) == []
+
+
+def test_a_container_whose_configuration_is_gone_is_still_finished(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    engine()
+    hook("pre-stop")
+    container.stop()
+    node.path("/etc/pve/lxc/129.conf").unlink(missing_ok=True)
+    node.path(f"/etc/pve/nodes/{node.hostname}/lxc/129.conf").unlink(missing_ok=True)
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    assert hook.report()["verdict"] == "released"
+
+
+def test_memory_that_does_not_come_back_is_reported_and_the_stop_goes_on(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    engine()
+    hook("pre-stop")
+    node.control(leak_mib=3000)
+    container.stop()
+    assert hook("post-stop", INVOCATION_ID=INVOCATION).returncode == 0
+    report = hook.report()
+    assert (report["verdict"], report["reason"]) == ("held", "ghost-memory")
+
+
+def test_ghost_memory_from_before_the_container_is_not_blamed_on_it(node: Node, hook: Hook) -> None:
+    node.control(ghost_mib={50: 900})
+    container = node.container(129)
+    other = node.container(130).spawn_holder(open=("/dev/nvidia0",), alloc=("50:100:compute",))
+    container.spawn_holder(open=("/dev/nvidia0",), alloc=("50:2048:compute",))
+    hook("pre-stop")
+    container.stop()
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    assert hook.report()["verdict"] == "released"
+    assert lives(other)
+
+
+def test_a_silent_driver_costs_a_bounded_time_and_the_verdict(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    hook.configure("hook: {budget: 3}\n")
+    engine()
+    hook("pre-stop")
+    node.control(hang="nvmlInit")
+    container.stop()
+    assert hook("post-stop", timeout=10, INVOCATION_ID=INVOCATION).returncode == 0
+    report = hook.report()
+    assert (report["verdict"], report["reason"]) == ("unknown", "driver-silent")
+
+
+def test_a_broken_configuration_falls_back_to_the_defaults(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    node.write("/etc/pve-gpu-release/config.yaml", "hook: {on_dirty: maybe}\n")
+    engine()
+    assert hook("pre-stop").returncode == 0
+    container.stop()
+    assert hook("post-stop", INVOCATION_ID=INVOCATION).returncode == 0
+    assert hook.report()["verdict"] == "released"
+    assert hook("pre-start").returncode == 0
+
+
+def test_a_shutdown_that_was_given_up_keeps_its_snapshot_for_the_stop(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    of_unit(node, INVOCATION)
+    first = engine()
+    hook("pre-stop")
+    first.kill(signal.SIGKILL)
+    second = engine()
+    hook("pre-stop")
+    snapshot = hook.remembered("snapshots")
+    assert snapshot is not None and {h["pid"] for h in snapshot["holders"]} == {first.pid, second.pid}
+
+
+def test_an_lxc_start_by_hand_is_named_by_its_init(node: Node, container: Container, hook: Hook) -> None:
+    """INVOCATION_ID is the login session's then, the same for every stop in it."""
+    container.stop()
+    for pid in ("4711", "4712"):
+        hook("post-stop", INVOCATION_ID=INVOCATION, LXC_PID=pid)
+    assert hook.triggers() == ["hook-post-stop", "hook-post-stop"]
