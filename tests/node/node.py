@@ -60,6 +60,7 @@ from typing import Any, Self, TypeVar
 from tests.embedded import process
 from tests.node import build, keeper
 from tests.embedded.node import Gpu
+from tests.node.install import install_checkout
 from tests.node.standin import GPU_NODES, GpuHolder, GpuStandin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -120,9 +121,8 @@ class NodeProcess:
 
     def _child(self) -> int:
         pid = self.popen.pid
-        for _ in range(2):  # sh -> exec nsenter -> fork
-            with contextlib.suppress(OSError, IndexError):
-                return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        with contextlib.suppress(OSError, IndexError):
+            return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
         return 0
 
     @property
@@ -141,13 +141,23 @@ class NodeProcess:
     def communicate(self, text: str | None = None, timeout: float = 60) -> tuple[str, str]:
         return self.popen.communicate(text, timeout)
 
+    @property
+    def closed(self) -> bool:
+        """Ended, collected, and no pipe of it is open here."""
+        pipes = (self.popen.stdin, self.popen.stdout, self.popen.stderr)
+        return self.popen.returncode is not None and all(pipe is None or pipe.closed for pipe in pipes)
+
     def kill(self) -> None:
-        """End the program and its nsenter, and collect them."""
-        if self.popen.poll() is None:
-            with contextlib.suppress(OSError, NodeError):
-                os.kill(self.host_pid, signal.SIGKILL)
-            self.popen.kill()
-        self.popen.communicate()
+        """End the program with everything it started and its nsenter; nobody waits for who else holds the pipes."""
+        for pid in reversed(descendants(self.popen.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
+            if pipe:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
 
 class VirtualNode:
@@ -155,13 +165,14 @@ class VirtualNode:
 
     def __init__(self, suite: str | None = None, *, driver: bool = True, nvml: str = "current") -> None:
         """`driver` False: a node without NVIDIA. `nvml`: "current", "old" (no _v3 lists) or "none" (library missing)."""
-        self.suite = suite or os.environ.get("SUITE") or "bookworm"
+        self.suite = suite or os.environ.get("PGR_SUITE") or os.environ.get("SUITE") or "bookworm"
         self.name = uuid.uuid4().hex[:8]
         self.driver = driver
         self.nvml = nvml
         self.leader = 0
         self.cgroup_dir = Path()
         self.containers: dict[int, Container] = {}
+        self._started: list[NodeProcess] = []
         self._keeper: subprocess.Popen[str] | None = None
         self._directory = Path()
 
@@ -198,6 +209,8 @@ class VirtualNode:
         assert self._keeper.stdin and self._keeper.stdout
         if self.leader:
             self.standin.close()
+        for process in self._started:
+            process.kill()
         self._keeper.stdin.close()
         rest = self._keeper.stdout.read()
         self._keeper.stdout.close()
@@ -213,12 +226,16 @@ class VirtualNode:
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def _command(self, argv: Sequence[str | Path | int], cgroup: str, cwd: str, only_mount: bool = False) -> list[str]:
-        """sh joins the cgroup, nsenter joins the namespaces; the order matters, the cgroup path is the host's."""
+    def _command(self, argv: Sequence[str | Path | int], cgroup: str, cwd: str) -> list[str]:
+        """nsenter forks into the PID namespace and stays outside; its child joins the cgroup, then the other namespaces.
+
+        (A process of this machine in a cgroup of the node would be listed there as pid 0.)
+        """
         procs = self._make_cgroup(cgroup) / "cgroup.procs"
-        enter = ["nsenter", "-t", str(self.leader), "-m", *([] if only_mount else ["-p", "-u", "-i", "-n", "-C"])]
-        words = [str(word) for word in argv]
-        return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(procs), *enter, f"--wdns={cwd}", "--", *words]
+        target = ["-t", str(self.leader)]
+        join = ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(procs)]
+        enter = ["nsenter", *target, "-m", "-u", "-i", "-n", "-C", f"--wdns={cwd}", "--"]
+        return ["nsenter", *target, "-p", "--", *join, *enter, *(str(word) for word in argv)]
 
     def popen(
         self, argv: Sequence[str | Path | int], *, env: Mapping[str, str] | None = None, cgroup: str = DEFAULT_CGROUP,
@@ -230,7 +247,9 @@ class VirtualNode:
             self._command(argv, cgroup, cwd), env={**ENVIRONMENT, **(env or {})}, stdin=stdin, stdout=stdout, stderr=stderr,
             text=True, errors="surrogateescape", start_new_session=True, pass_fds=pass_fds,
         )
-        return NodeProcess(popen, self)
+        process = NodeProcess(popen, self)
+        self._started = [*(one for one in self._started if not one.closed), process]
+        return process
 
     def run(
         self, argv: Sequence[str | Path | int], *, check: bool = True, timeout: float = 60, input: str | None = None,  # noqa: A002
@@ -565,8 +584,8 @@ class Container:
 
     def wait_booted(self, timeout: float = 30) -> None:
         """Until the container's own systemd has finished booting (needed for a clean shutdown or reboot)."""
-        self.node.run(["lxc-attach", "-n", str(self.vmid), "--", "systemctl", "is-system-running", "--wait"], check=False,
-                      timeout=timeout)
+        asked = "until systemctl is-system-running --wait 2>&1 | grep -Eq 'running|degraded'; do sleep 0.02; done"
+        self.attach(["sh", "-c", asked], timeout=timeout)
 
     def hold(self, holder: process.Holder | None = None, *, options: Sequence[str] = (), prefix: Sequence[str] = (),
              cgroup: str | None = None, **spec: Any) -> GpuHolder:
@@ -630,6 +649,23 @@ def ns_pids(host_pid: int) -> list[int]:
     return [int(pid) for pid in match.group(1).split()] if match else [host_pid]
 
 
+def descendants(host_pid: int) -> list[int]:
+    """All processes below this one, parents before children."""
+    found, front = [], [host_pid]
+    while front:
+        children = [child for pid in front for task in tasks_of(pid) for child in read_pids(task / "children")]
+        found += children
+        front = children
+    return found
+
+
+def tasks_of(host_pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{host_pid}/task").iterdir())
+    except OSError:
+        return []
+
+
 def read_pids(path: Path) -> list[int]:
     try:
         return [int(line) for line in path.read_text().split() if line != "0"]
@@ -658,7 +694,3 @@ def wait_until(question: Callable[[], T], what: str, timeout: float = 10) -> T:
         if time.monotonic() > deadline:
             raise NodeError(f"gave up waiting for {what} after {timeout} s")
         time.sleep(0.02)
-
-
-def install_checkout(node: VirtualNode, source: Path) -> None:
-    raise NotImplementedError
