@@ -156,7 +156,11 @@ def verb_section(verb: str, parser: argparse.ArgumentParser) -> str:
     lines = [f".SS {roff(verb)}", synopsis(verb, parser), ".PP", roff(sentence(parser.description or VERBS[verb]))]
     for name, sub in subcommands(parser).items():
         lines += [".TP", bold(name), roff(sentence(sub.description or name))]
-    lines += [option_entry(action) for action in every_option(parser)]
+    known = {(*a.option_strings, a.help) for a in every_option(verb_parser("release"))}
+    same = [a for a in every_option(parser) if (*a.option_strings, a.help) in known]
+    lines += [option_entry(action) for action in every_option(parser) if action not in same]
+    if same:
+        lines += [".PP", "As above: " + ", ".join(bold(a.option_strings[-1]) for a in same) + "."]
     return "\n".join(lines)
 
 
