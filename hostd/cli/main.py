@@ -14,6 +14,7 @@ VERBS = {
     "log": "the audit trail from the journal",
     "explain": "one release as a story",
     "check-config": "check the configuration file",
+    "doctor": "what on this node would break the promise, and how to mend it",
 }
 """Only verbs that work are listed here; each is a module of this package."""
 

@@ -1,0 +1,114 @@
+"""Checks of the machine: namespaces, cgroups, kernel, systemd, the journal, Python's modules."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+from hostd.doctor.facts import Facts
+from hostd.doctor.finding import Results
+from hostd.doctor.kinds import found
+from hostd.errors import UnreadableError
+from hostd.system import journal
+from hostd.system.cgroupfs import find_mount
+from hostd.system.pidns import FIRST_INODE, own_inode
+
+FULL_SPEED_KERNEL = (6, 11)
+JOURNALD_CONF = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
+VAR_LOG_JOURNAL = "/var/log/journal"
+MODULES = {
+    "pynvml-missing": ("pynvml",),
+    "yaml-missing": ("yaml",),
+    "systemd-python-missing": ("systemd.journal", "systemd.daemon"),
+    "psutil-missing": ("psutil",),
+    "proxmoxer-missing": ("proxmoxer",),
+}
+
+
+def pid_namespace(_facts: Facts) -> Results:
+    inode = own_inode()
+    if inode != FIRST_INODE:
+        yield found("pid-namespace", f"/proc/self/ns/pid is {inode}, the first one is {FIRST_INODE}")
+
+
+def cgroup_v2(_facts: Facts) -> Results:
+    try:
+        mount = find_mount()
+    except UnreadableError as exc:
+        yield found("cgroup-v2-missing", exc.message)
+        return
+    if mount != "/sys/fs/cgroup":
+        yield found("cgroup-hybrid", f"cgroup2 is mounted at {mount}", mount=mount)
+
+
+def kernel(_facts: Facts) -> Results:
+    release = os.uname().release
+    if parse_release(release) < FULL_SPEED_KERNEL:
+        yield found("kernel-old", f"uname -r: {release}", release=release)
+
+
+def parse_release(release: str) -> tuple[int, int]:
+    """`6.8.12-4-pve` -> (6, 8)."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match.group(1)), int(match.group(2))) if match else (0, 0)
+
+
+def systemd(facts: Facts) -> Results:
+    if not facts.booted:
+        yield found("no-systemd", "/run/systemd/system does not exist")
+
+
+def modules(_facts: Facts) -> Results:
+    """Runs in a helper process: a module that hangs or ends the process harms nobody."""
+    from importlib import import_module
+
+    for code, names in MODULES.items():
+        for name in names:
+            try:
+                import_module(name)
+            except Exception as exc:  # noqa: BLE001 - missing or broken, in whatever way
+                yield found(code, f"import {name}: {type(exc).__name__}: {exc}")
+                break
+
+
+def journal_state(_facts: Facts) -> Results:
+    if not journal.reachable():
+        yield found("journal-unreachable", f"{journal.SOCKET} is no socket")
+    else:
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            probe.connect(journal.SOCKET)
+        except OSError as exc:
+            yield found("journal-unreachable", f"{journal.SOCKET}: {exc.strerror}")
+        finally:
+            probe.close()
+    storage, path = read_journal_storage()
+    where = f"Storage={storage} in {path}" if path else "Storage= is not set, the default is auto"
+    if storage in ("volatile", "none"):
+        yield found("journal-not-persistent", where, why=f"Storage={storage}")
+    elif storage != "persistent" and not os.path.isdir(VAR_LOG_JOURNAL):
+        yield found("journal-not-persistent", f"{where}; {VAR_LOG_JOURNAL} does not exist", why=f"no {VAR_LOG_JOURNAL}")
+
+
+def read_journal_storage(directories: tuple[str, ...] = JOURNALD_CONF) -> tuple[str, str]:
+    """(value, file that says so) of journald's Storage=; ("auto", "") when none does. Raises OSError.
+
+    The main file first, then the drop-ins by name; of one name the first directory counts (journald.conf(5)).
+    """
+    files = [f"{d}/journald.conf" for d in directories if os.path.isfile(f"{d}/journald.conf")][:1]
+    chosen: dict[str, str] = {}
+    for directory in directories:
+        folder = f"{directory}/journald.conf.d"
+        if os.path.isdir(folder):
+            for name in os.listdir(folder):
+                if name.endswith(".conf"):
+                    chosen.setdefault(name, f"{folder}/{name}")
+    value, said = "auto", ""
+    for path in [*files, *(chosen[name] for name in sorted(chosen))]:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                key, equals, given = line.strip().partition("=")
+                if equals and key.strip() == "Storage":
+                    value, said = given.strip().lower() or "auto", path
+    return value, said
