@@ -53,6 +53,7 @@ class Disposable:
 
     def __init__(self, main: Callable[[int, int], None], *, keep: Iterable[int] = ()) -> None:
         """Raises OSError when no process or pipe can be made. `keep`: descriptors the child may keep."""
+        reap_abandoned()
         child_in, self.write_fd = _pipe()
         self.read_fd, child_out = _pipe()
         parent = os.getpid()
