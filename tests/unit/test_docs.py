@@ -1,0 +1,76 @@
+"""The documentation says what is so: generated pages, links, every reason and exit status, every command it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from hostd.cli.common import Parser
+from hostd.cli.main import VERBS, split_verb
+from hostd.verdicts import REASONS
+from tests.product_command import ROOT
+from tools.docs import PAGES
+
+PEOPLE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Every `pve-gpu-release ...` in a code block or in backquotes."""
+    text = path.read_text()
+    for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            found = re.search(r"(?:^|[ #!;]|/usr/sbin/)(pve-gpu-release(?: [^#;|&)]*)?)", line.split("   ")[0])
+            if found and not line.startswith(("usage", "apt")):
+                yield found[1].strip()
+    yield from (found.strip() for found in re.findall(r"`(pve-gpu-release [^`]+)`", text))
+
+
+def is_placeholder(line: str) -> bool:
+    """A line with words in capitals or dots stands for many commands."""
+    return "..." in line or "pve-gpu-release_" in line or re.search(r" (RELEASE_ID|ID|VERB|VMID)\b", line) is not None
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    assert (ROOT / name).read_text() == PAGES[name](), f"run python tools/docs.py: {name} is old"
+
+
+def test_every_reason_has_its_entry_in_the_operations_guide() -> None:
+    headings = re.findall(r"^### ([a-z-]+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert sorted(REASONS) == sorted(h for h in headings if h in REASONS)
+
+
+def test_every_exit_status_has_its_entry_in_the_operations_guide() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    table = {int(n) for n in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
+    assert table == {row.exit_status for row in REASONS.values()}
+
+
+@pytest.mark.parametrize("path", PEOPLE, ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", PEOPLE, ids=lambda p: p.name)
+def test_commands_shown_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in commands(path):
+        words = shlex.split(line)[1:]
+        if not words or is_placeholder(line):
+            continue
+        verb, rest = split_verb(words)
+        assert verb in VERBS, f"{path.name}: {line}"
+        if {"--help", "--version"} & set(rest):
+            continue
+        module = import_module(f"hostd.cli.{verb.replace('-', '_')}")
+        parser = Parser(prog="pve-gpu-release")
+        module.add_arguments(parser)
+        try:
+            parser.parse_args(rest)
+        except SystemExit:
+            pytest.fail(f"{path.name} shows {line!r}: {capsys.readouterr().err}")
