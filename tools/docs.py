@@ -97,7 +97,74 @@ Words in braces stand for what was found.
 """
 
 
-PAGES = {"docs/verdicts.md": verdicts, "docs/doctor.md": doctor}
+def configuration() -> str:
+    """docs/configuration.md: every key, from the code that reads the file."""
+    from hostd.config import default_yaml, reference_rows
+
+    rows = "\n".join(
+        f"| `{r.path}` | {cell(r.type)} | `{r.default}` | {r.unit or '-'} | {'yes' if r.per_container else 'no'} "
+        f"| {cell(r.meaning)} |"
+        for r in reference_rows()
+    )
+    return f"""\
+# Configuration
+
+Made from `hostd/config.py` by `python tools/docs.py`; do not edit.
+
+`/etc/pve-gpu-release/config.yaml`. Everything has a default; a missing file is all defaults. Unknown keys are errors with line and key path:
+`pve-gpu-release check-config`. The daemon reads it again on `systemctl reload pve-gpu-hostd` and keeps the last good one when it is broken.
+Keys marked "per container" may stand below `containers: {{129: ...}}` too.
+
+| key | what it may be | default | unit | per container | meaning |
+| --- | --- | --- | --- | --- | --- |
+{rows}
+
+## The file as shipped
+
+```yaml
+{default_yaml().rstrip()}
+```
+"""
+
+
+def api() -> str:
+    """docs/api.md: the interface description as `varlinkctl introspect` shows it."""
+    from hostd.service.interface import DESCRIPTION, SOCKET_PATH
+
+    return f"""\
+# The daemon's API
+
+Made from `hostd/service/interface.py` by `python tools/docs.py`; do not edit.
+
+[Varlink](https://varlink.org): NUL-terminated JSON on the unix socket `{SOCKET_PATH}` (mode 0600, root only). `varlinkctl` of systemd 257 (Debian 13) is
+a ready client:
+
+```
+varlinkctl introspect {SOCKET_PATH} io.pve.GpuRelease
+varlinkctl call {SOCKET_PATH} io.pve.GpuRelease.Status '{{}}'
+varlinkctl call --more {SOCKET_PATH} io.pve.GpuRelease.Release '{{"vmid": 129}}'
+```
+
+On Debian 12 any client that can write to a socket:
+
+```
+printf '{{"method":"io.pve.GpuRelease.Verify","parameters":{{"vmid":129}}}}\\0' | socat - UNIX-CONNECT:{SOCKET_PATH} | tr '\\0' '\\n'
+```
+
+A `Release` with `more` streams its progress; the last reply has the report, which is the object of `pve-gpu-release 129 --json` (schema 1).
+
+```varlink
+{DESCRIPTION.rstrip()}
+```
+"""
+
+
+PAGES = {
+    "docs/verdicts.md": verdicts,
+    "docs/configuration.md": configuration,
+    "docs/api.md": api,
+    "docs/doctor.md": doctor,
+}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
