@@ -36,7 +36,7 @@ from hostd.system.cgroupfs import Cgroupfs, find_mount, owner_of
 from hostd.system.nvml import Nvml
 from hostd.system.pidns import PidNamespace, own_inode
 from hostd.system.procfs import Procfs
-from hostd.system.scan import Scanner
+from hostd.system.scan import Scanner, ScanResult
 
 
 @dataclass(slots=True)
@@ -94,6 +94,18 @@ class ContainerView:
         self._find_init(found)
         self._add_namespace_members(found)
         return found
+
+    def newcomers(self, known: Members) -> set[int]:
+        """The processes that have come since `known` was read; they are added to it."""
+        before = set(known.processes)
+        cgroup = self._sources.cgroups.open(self.vmid)
+        if cgroup is not None:
+            try:
+                self._read_into(known, cgroup.pids()[0])
+            finally:
+                cgroup.close()
+        self._add_namespace_members(known)
+        return known.processes.keys() - before
 
     def owns(self, process: Process) -> bool:
         """True when this container owns the process: by cgroup, or by PID namespace unless another `/lxc/W` has it."""
@@ -166,6 +178,10 @@ class Facts:
     blind_spots: list[BlindSpot] = field(default_factory=list)
 
 
+MOST_LISTINGS = 16
+"""How often one look may read the list of a container's processes again."""
+
+
 class Observer:
     """Looks at one container, again and again during one release."""
 
@@ -193,7 +209,7 @@ class Observer:
         foreign = self._live_foreign(snapshot, members, blind)
         self._named = tuple(g.info for g in snapshot.gpus) or self._named
         gpus = known_gpus(self._named, blind)
-        scan = self.sources.scanner.scan([*members.processes, *foreign], frozenset(driver.by_major))
+        scan = self._scan(members, foreign, frozenset(driver.by_major))
         facts = Facts(driver, snapshot, gpus, scan.open, scan.cmdlines, members, foreign)
         facts.blind_spots = [*blind, *members.blind_spots, *scan.blind_spots]
         if nvml and driver.present:
@@ -203,6 +219,23 @@ class Observer:
         observation = join(self.vmid, at_s, facts, self._own_seen)
         self._own_seen.update(h.process.pid for h in observation.holders)
         return replace(observation, nvml_asked=nvml)
+
+    def _scan(self, members: Members, foreign: Iterable[int], majors: frozenset[int]) -> ScanResult:
+        """Who has what open. A look is no snapshot: a holder may end before its descriptors are read, with a successor
+        that was not in the list yet. Where nobody was found, those that have come since are looked at too, until none
+        comes any more."""
+        scan = self.sources.scanner.scan([*members.processes, *foreign], majors)
+        for _ in range(MOST_LISTINGS):
+            if any(scan.open.get(pid) for pid in members.processes):
+                break
+            fresh = self.view.newcomers(members)
+            if not fresh:
+                break
+            more = self.sources.scanner.scan(fresh, majors)
+            scan.open.update(more.open)
+            scan.cmdlines.update(more.cmdlines)
+            scan.blind_spots.extend(more.blind_spots)
+        return scan
 
     def find(self, number: int, host: bool) -> Process | None:
         """The container's process with this pid in its own PID namespace, or with this host pid."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -144,7 +145,87 @@ def test_holders_that_fork_faster_than_a_look_go_with_their_cgroup(
 def test_a_bomb_without_a_unit_is_bounded_and_said(
     node: Node, product: Product, container: Container, services: list[Running]
 ) -> None:
+    """Its chains may be met between two forks and end for good: `released` is right then, and only then."""
     bomb = jobs.bomb(container, "init.scope")
     answer = product.release(129, "--now")
-    assert answer.reason == "respawned" and answer.status == 3 and bomb.alive()
+    if answer.reason == "released":
+        assert not jobs.holders(container), "somebody still held the GPU"
+    else:
+        answer.must_be("respawned")
+    assert bomb.alive()
     bomb.running.kill()
+
+
+# --- asking the supervisor -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case("stop-unit-asked")
+@pytest.mark.parametrize("unprivileged", [False, True], ids=["privileged", "unprivileged"])
+def test_systemd_is_asked_over_its_own_socket(node: Node, product: Product, expected: str, unprivileged: bool) -> None:
+    container = node.container(131, unprivileged=unprivileged)
+    other = container.popen(["sleep", "600"], cgroup="system.slice/ssh.service")
+    jobs.become_systemd(container)
+    job = jobs.supervised(container)
+    answer = product.release(131, "--stop-units").must_be(expected)
+    assert answer.steps() == ["stop-unit"], answer.out
+    rung = answer.json["rungs"][0]
+    assert rung["note"] == "systemd stops vllm.service" and rung["gone"] == 1
+    assert not job.alive() and other.process.alive()
+
+
+def test_what_systemd_refuses_is_ended_by_signals(node: Node, product: Product, container: Container) -> None:
+    jobs.become_systemd(container)
+    job = jobs.start(container, [jobs.PYTHON, "-I", "-c", jobs.JOB], "other.slice/odd name;$(x).service")
+    answer = product.release(129, "--stop-units").must_be("released")
+    assert answer.steps() == ["stop-unit", "term"]
+    assert "NoSuchUnit: Unit not loaded." in answer.json["rungs"][0]["note"]
+    assert not job.alive()
+
+
+def test_whoever_is_not_the_containers_systemd_is_not_asked(product: Product, container: Container) -> None:
+    """A socket in its place, served by another process (it could be one of the host's that was mounted in)."""
+    script = (
+        "import os, socket\nos.makedirs('/run/systemd', exist_ok=True)\ns = socket.socket(socket.AF_UNIX)\n"
+        "s.bind('/run/systemd/private')\ns.listen()\nprint('up', flush=True)\npeer, _ = s.accept()\n"
+        "import sys\nprint('asked' if peer.recv(4096) else 'left alone', flush=True)\n"
+    )
+    impostor = jobs.start(container, [jobs.PYTHON, "-I", "-c", script])
+    job = jobs.start(container, [jobs.PYTHON, "-I", "-c", jobs.JOB], UNIT)
+    answer = product.release(129, "--stop-units").must_be("released")
+    assert f"served by pid {impostor.pid}" in answer.json["rungs"][0]["note"]
+    out = impostor.running.popen.stdout
+    assert out is not None and out.readline() == "left alone\n"
+    assert not job.alive()
+
+
+def test_a_manager_that_never_answers_does_not_hold_a_release_up(product: Product, container: Container) -> None:
+    jobs.become_systemd(container)
+    job = jobs.start(container, [jobs.PYTHON, "-I", "-c", jobs.JOB], UNIT)
+    container.init_process.kill(signal.SIGSTOP)
+    try:
+        answer = product.release(129, "--stop-units").must_be("released")
+        assert answer.steps() == ["stop-unit", "term"] and not job.alive()
+        assert answer.json["duration_ms"] < 8000
+    finally:
+        container.init_process.kill(signal.SIGCONT)
+
+
+def test_symlinks_of_the_container_do_not_lead_out_of_it(node: Node, product: Product, container: Container) -> None:
+    node.write("/run/outside/private", "")
+    container.path("/run/systemd").symlink_to("/proc/1/root/../../../../run/outside")
+    job = jobs.start(container, [jobs.PYTHON, "-I", "-c", jobs.JOB], UNIT)
+    answer = product.release(129, "--stop-units").must_be("released")
+    assert answer.steps() == ["stop-unit", "term"] and answer.json["rungs"][0]["sent"] == 0
+    assert not job.alive()
+
+
+@pytest.mark.case("stop-docker-asked")
+def test_docker_is_asked_over_its_api(
+    product: Product, container: Container, docker: Container, services: list[Running], expected: str
+) -> None:
+    engine = jobs.dockerd(container)
+    job = jobs.supervised(docker, cgroup="")
+    answer = product.release(129, "--stop-units").must_be(expected)
+    assert answer.steps() == ["stop-unit"]
+    assert f"container {DOCKER_ID[:12]}" in answer.json["rungs"][0]["note"]
+    assert not job.alive() and engine.alive()
