@@ -107,7 +107,8 @@ def _guarded(argv: list[str]) -> int:
         status = main(argv)
         sys.stdout.flush()
         return status
-    except SystemExit as exc:
+    except SystemExit as exc:  # argparse: --help, or wrong arguments
+        sys.stdout.flush()
         return exc.code if isinstance(exc.code, int) else 2
     except BrokenPipeError:
         return 141  # as a shell reports a process that SIGPIPE ended
