@@ -109,7 +109,7 @@ def tell(vmid: int, phase: str, reply: dict[str, object]) -> int:
     refused = reply.get("allow") is False and phase in ("pre-start", "exec-start-pre")
     for line in message.split("\n"):
         if line:
-            say(f"container {vmid}: {line}", error=refused)
+            say(line if line.startswith(f"container {vmid} ") else f"container {vmid}: {line}", error=refused)
     if next_step and message:
         say(f"  next: {next_step}", error=refused)
     return REFUSED if refused else 0

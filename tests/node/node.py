@@ -334,9 +334,10 @@ class VirtualNode:
     def journal(self, since: str | None = None, **matches: str | int) -> list[dict[str, Any]]:
         """Entries with all these fields, oldest first, as journalctl's JSON gives them."""
         self.run(["journalctl", "--sync"], check=False)
-        command = ["journalctl", "-o", "json", "--all", "--quiet", *([f"--after-cursor={since}"] if since else [])]
-        command += [f"{key}={value}" for key, value in matches.items()]
-        return [json.loads(line) for line in self.run(command).stdout.splitlines() if line]
+        command = ["journalctl", "-o", "json", "--all", "--quiet", *(f"{key}={value}" for key, value in matches.items())]
+        entries = [json.loads(line) for line in self.run(command).stdout.splitlines() if line]
+        # Not --after-cursor: with matches systemd 252 skips the first entry that matches (journalctl.c, next_skip).
+        return [entry for entry in entries if since is None or serial(entry["__CURSOR"]) > serial(since)]
 
     def node_pid(self, host_pid: int) -> int:
         """The pid in the node's PID namespace (second level of NSpid counted from the node's own depth)."""
@@ -664,6 +665,11 @@ def tasks_of(host_pid: int) -> list[Path]:
         return list(Path(f"/proc/{host_pid}/task").iterdir())
     except OSError:
         return []
+
+
+def serial(cursor: str) -> int:
+    """The running number in a journal cursor (`i=`)."""
+    return int(next(part[2:] for part in cursor.split(";") if part.startswith("i=")), 16)
 
 
 def read_pids(path: Path) -> list[int]:

@@ -21,6 +21,13 @@ STATE = "/run/nvidia-standin"
 TOOLS = "/usr/share/pve-node/ct-tools"
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"
 DRIVER_VERSION = "580.159"
+# systemd gives a unit with ProtectKernelTunables= a /proc of its own, in which a real driver's files are and ours are not.
+# The library keeps its state in files, the real one in the kernel.
+SANDBOX_DROP_IN = "/etc/systemd/system/pve-gpu-hostd.service.d/90-standin.conf"
+SANDBOX = f"""[Service]
+BindPaths={STATE}/devices:/proc/devices {STATE}/driver:/proc/driver
+ReadWritePaths={STATE}
+"""
 # Virtual consoles and their text device, which nobody else uses (NODE.md 1).
 GPU_NODES = {"nvidia0": (4, 50), "nvidia1": (4, 51), "nvidiactl": (4, 55), "nvidia-uvm": (7, 50)}
 
@@ -87,8 +94,9 @@ class GpuStandin:
 
     def _mount_proc_files(self) -> None:
         self.node.write(f"{STATE}/devices", proc_devices(Path("/proc/devices").read_text(), "nvidia"))
-        script = f"mount --bind {STATE}/devices /proc/devices; mount -t tmpfs -o mode=555 driver /proc/driver"
+        script = f"mkdir {STATE}/driver; mount --bind {STATE}/devices /proc/devices; mount --bind {STATE}/driver /proc/driver"
         self.node.run(["sh", "-ec", script])
+        self.node.write(SANDBOX_DROP_IN, SANDBOX)
         version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER_VERSION}  Release Build\n"
         self.node.write("/proc/driver/nvidia/version", version, 0o444)
         for gpu in self.gpus:
