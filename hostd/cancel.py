@@ -17,6 +17,8 @@ class Cancel:
 
     def __init__(self) -> None:
         self.requested = False
+        self.handed_over = False
+        """Not by whoever asked for the work: somebody else goes on with it (the daemon is being stopped)."""
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def fileno(self) -> int:
@@ -27,6 +29,12 @@ class Cancel:
             raise KeyboardInterrupt
         self.requested = True
         os.write(self._write, b"\0")
+
+    def hand_over(self, signum: int = signal.SIGUSR1, frame: FrameType | None = None) -> None:
+        """Stop at the next safe point and leave the rest to a successor. Nothing after a cancellation."""
+        if not self.requested:
+            self.handed_over = True
+            self.request(signum, frame)
 
     def install(self, *signals: int) -> None:
         """Makes these signals request the cancellation (main thread only)."""

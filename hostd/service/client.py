@@ -8,7 +8,7 @@ import _socket
 import os
 import stat
 
-from hostd.service.interface import INTERFACE, SERVICE, SOCKET_PATH, STOPPING, error_from
+from hostd.service.interface import INTERFACE, LOST, SERVICE, SOCKET_PATH, STOPPING, error_from
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _timeval(seconds: float) -> bytes:
 def _exception(name: str, parameters: dict[str, object]) -> Exception:
     from hostd.errors import PgrError, UsageError
 
-    if name == STOPPING:
+    if name in (STOPPING, LOST):
         return DaemonLost(str(parameters.get("message") or "the daemon is being stopped"))
     known = error_from(name, parameters)
     if known is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hostd.service import varlink
 
 if TYPE_CHECKING:
-    from hostd.service.server import Job
+    from hostd.service.jobs import Job
     from hostd.service.worker import Caller
 
 READ_SIZE = 64 * 1024

@@ -126,6 +126,7 @@ type SeenGpu (
   uuid: string,
   pci_bus_id: string,
   name: string,
+  total_mib: ?int,
   used_mib: ?int,
   reserved_mib: ?int,
   ghost_mib: ?int,
@@ -375,6 +376,9 @@ error Interrupted (reason: string, message: string, next_step: string, vmid: ?in
 # The daemon is being stopped and did not finish this; the same work can be done without it.
 error Stopping (reason: string, message: string, next_step: string, vmid: ?int)
 
+# The process that did the work was killed in the middle; the same work can be done without it.
+error Lost (reason: string, message: string, next_step: string, vmid: ?int)
+
 # A bug; the journal has the traceback.
 error Internal (reason: string, message: string, next_step: string, vmid: ?int)
 """
@@ -421,9 +425,11 @@ ERRORS: dict[str, type[errors.PgrError]] = {
     "Interrupted": errors.InterruptedRelease,
     "Internal": errors.PgrError,
 }
-"""Typed errors and the exceptions that they stand for, both ways. Not `Stopping`: there the caller does the work."""
+"""Typed errors and the exceptions that they stand for, both ways. Not `Stopping` and `Lost`: there the caller does
+the work itself."""
 
 STOPPING = f"{INTERFACE}.Stopping"
+LOST = f"{INTERFACE}.Lost"
 
 
 def error_name(exc: errors.PgrError) -> str:

@@ -73,12 +73,15 @@ class Context:
         self.caller = caller
         self.more = more
         self.cancel = Cancel()
-        """Requested by SIGTERM when the method is `graceful`."""
+        """Requested by SIGTERM when the method is `graceful`; by SIGUSR1 it is handed over."""
 
     def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         # systemd and the daemon may both send it, and that is no impatient second Ctrl-C.
         if not self.cancel.requested:
             self.cancel.request(signum, frame)
+
+    def on_sigusr1(self, signum: int, frame: FrameType | None) -> None:
+        self.cancel.hand_over(signum, frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class Worker:
     failed: bool = False
     broken: bool = False
     """It sent something that is no frame: nothing more is read from it."""
+    orphaned: bool = False
+    """It ended and nobody was waiting for its answer."""
     _buffer: bytearray = field(default_factory=bytearray)
 
     def cancel(self) -> None:
@@ -125,8 +130,19 @@ class Worker:
         self.cancelled = True
         self._signal(signal.SIGTERM)
 
+    def hand_over(self) -> None:
+        """SIGUSR1: the daemon is being stopped. A graceful one stops before its next rung and leaves the rest, written
+        ahead, to whoever goes on with it; any other one ends at once."""
+        self.cancelled = True
+        self._signal(signal.SIGUSR1)
+
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+
+    @property
+    def unread(self) -> int:
+        """Bytes of a message that has not come in full."""
+        return len(self._buffer)
 
     def _signal(self, signum: int) -> None:
         try:
@@ -260,6 +276,7 @@ def _reset_signals(context: Context | None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if context is not None:
         signal.signal(signal.SIGTERM, context.on_sigterm)
+        signal.signal(signal.SIGUSR1, context.on_sigusr1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

@@ -68,9 +68,13 @@ def test_typed_errors_are_the_exceptions_that_were_raised(served: ServerProcess)
             list(it.call_more("Misbehave", {"how": "busy"}))
         with pytest.raises(errors.UsageError, match="text"):
             it.call("Echo", {"text": 5})
-        with pytest.raises(errors.PgrError) as internal:
+        assert it.call("Echo", {"text": "x"})
+
+
+def test_what_a_killed_worker_left_undone_the_caller_does_itself(served: ServerProcess) -> None:
+    with client.connect(served.path) as it:
+        with pytest.raises(client.DaemonLost, match="signal 9"):
             it.call("Misbehave", {"how": "kill"})
-        assert internal.value.reason == "internal-error"
         assert it.call("Echo", {"text": "x"})
 
 

@@ -260,7 +260,7 @@ def test_a_worker_that_dies_is_a_typed_error_that_says_how(served: ServerProcess
     client = served.client()
     for how, word in (("kill", "signal 9"), ("exit", "(3)")):
         reply = client.ask("Misbehave", {"how": how})
-        assert reply is not None and reply["error"] == INTERNAL
+        assert reply is not None and reply["error"] == interface.LOST
         assert word in reply["parameters"]["message"]
     assert served.finished()["status"] == -9
     assert served.finished()["status"] == 3

@@ -207,7 +207,7 @@ def test_a_subclass_that_nobody_knows_goes_by_its_base() -> None:
 
 def test_the_errors_of_the_description_are_those_of_the_code() -> None:
     idl = parse_idl(interface.DESCRIPTION)
-    assert set(idl.errors) == {*interface.ERRORS, "Stopping"}
+    assert set(idl.errors) == {*interface.ERRORS, "Stopping", "Lost"}
     shape = interface.error_parameters(errors.PgrError("x")).keys()
     assert all(fields.keys() == shape for fields in idl.errors.values())
 
