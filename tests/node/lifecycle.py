@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.embedded.process import Holder
-from tests.node.node import Container, NodeProcess, VirtualNode
+from tests.node.node import Container, NodeError, NodeProcess, VirtualNode
 from tests.node.standin import GpuHolder
 
 SNIPPET = "local:snippets/pve-gpu-release"
@@ -132,7 +132,15 @@ class World:
         return [e["PVE_PHASE"] for e in self.entries("phase-done", vmid)]
 
     def wait_records(self, expected: Records, timeout: float = 30) -> None:
-        self.node.wait_until(lambda: len(self.records()) >= len(expected), f"{expected}", timeout)
+        try:
+            self.node.wait_until(lambda: len(self.records()) >= len(expected), f"{expected}", timeout)
+        except NodeError as error:
+            raise NodeError(f"{error}; there are {self.records()}\n{self.story()}") from error
+
+    def story(self) -> str:
+        """The journal since the beginning of the row, and what LXC said."""
+        lines = [f"{e.get('SYSLOG_IDENTIFIER')}: {e['MESSAGE']}" for e in self.node.journal(self.cursor)]
+        return "\n".join([*lines, self.node.read("/run/pve/ct-129.stderr")])
 
     def check(self, path: str, expected: Records, *, running: bool = False, phases: Sequence[str] | None = None) -> None:
         """What must hold after each row; leaves 129 running without holders."""
