@@ -75,8 +75,8 @@ it as root on the host itself.
 
 * **error**: the promise is broken here, or will be with the next start. **warning**: it is weaker than promised.
   **note**: good to know.
-* Checks run one after the other, each in a helper process with a deadline: a hanging `/etc/pve`, driver or storage costs
-  that time and is reported as what could not be looked at. A driver in which a call is stuck is not asked again.
+* Checks run one after the other, each in a helper process with a deadline: a hanging `/etc/pve`, driver or storage
+  costs that time and is reported as what could not be looked at. A driver in which a call is stuck is not asked again.
 * `-v` also lists what is fine and what does not apply; `-q` prints errors and warnings only, one line each.
 * `--json`: `schema` (1), `findings[]` with `code, severity, vmid, what, evidence, mend`, `could_not_look[]` with
   `check, what, error`, `checks[]`, `duration_ms`.

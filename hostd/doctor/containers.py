@@ -11,6 +11,7 @@ from hostd.doctor.driver import gpu_name
 from hostd.doctor.facts import Facts, Look, Runtime
 from hostd.doctor.finding import Blind, Results, Skipped
 from hostd.doctor.kinds import found
+from hostd.judge import DETAIL_ONLY
 from hostd.model import GpuInfo, Holder
 from hostd.system.cgroupfs import MONITOR, PAYLOAD
 from hostd.system.devices import canonical_pci
@@ -26,7 +27,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 def frozen(facts: Facts) -> Results:
     for vmid, config in _running(facts):
         if config and facts.get("runtime")[vmid].frozen:
-            yield found("frozen", f"/lxc/{vmid}: frozen 1", vmid=vmid)
+            yield found("frozen", f"cgroup.events of /lxc/{vmid} or /lxc/{vmid}/ns: frozen 1", vmid=vmid)
 
 
 def _running(facts: Facts) -> list[tuple[int, bool]]:
@@ -89,7 +90,7 @@ def host_holders(facts: Facts) -> Results:
         more = f"{len(rest)} more processes"
         yield found("host-holder", f"pids {pids}", who=more, gpus="GPUs", pid=rest[0].process.pid)
     for spot in look.view.blind_spots:
-        if spot.source in ("procfs", "cgroupfs", "pidns", "devices"):
+        if spot.source != "nvml" and spot.code != DETAIL_ONLY:  # the driver has checks of its own
             yield Blind(spot.what, spot.error)
 
 

@@ -318,10 +318,15 @@ def parse_majors(text: str) -> dict[int, str]:
 
 
 def _members(cgroup: ContainerCgroup | None) -> tuple[set[int], bool]:
+    """(pids here and below, frozen). LXC's inner cgroup may be the frozen one: its parent then says `frozen 0`."""
     if cgroup is None:
         return set(), False
     with cgroup:
-        return cgroup.pids()[0], cgroup.frozen()
+        inner = cgroup.sub("ns")
+        if inner is None:
+            return cgroup.pids()[0], cgroup.frozen()
+        with inner:
+            return cgroup.pids()[0], cgroup.frozen() or inner.frozen()
 
 
 def _vmids(path: str) -> list[int]:

@@ -211,14 +211,14 @@ _ROWS = (
     Kind(
         "device-missing", E, "device-nodes",
         "{path} does not exist ({key} of container {vmid}): the container does not start",
-        "nvidia-modprobe -c 0 -u (or: modprobe nvidia-uvm), systemctl enable the boot unit of pve-gpu-release",
+        "systemctl start pve-gpu-release-nodes.service (or: modprobe nvidia-uvm && nvidia-modprobe -c 0 -u)",
         "Nodes appear only after nvidia-modprobe or first use; after a boot nobody has made them yet.",
         "stat of the host's node",
     ),
     Kind(
         "optional-mount-hides-loss", E, "device-nodes",
         "{path} does not exist and its mount is `optional`: container {vmid} starts without it and says nothing",
-        "nvidia-modprobe -c 0 -u; better than a mount: pct set {vmid} -dev0 {path}",
+        "systemctl start pve-gpu-release-nodes.service; better than a mount: pct set {vmid} -dev0 {path}",
         "The container runs without its GPU, and jobs fail later with \"no CUDA-capable device\".",
         "stat of the host's node; lxc.mount.entry",
     ),
@@ -492,10 +492,17 @@ _ROWS = (
     ),
     Kind(
         "start-refused", W, "records",
-        "container {vmid} has on_dirty: block, and its last start was refused: {reason}",
-        "pve-gpu-release verify {vmid}; pve-gpu-release explain {release_id}; then pct start {vmid}",
+        "the last start of container {vmid} was refused (on_dirty: block): {reason}",
+        "pve-gpu-release {vmid}; pve-gpu-release explain {release_id} tells why; then pct start {vmid}",
         "A reboot inside the container that is refused leaves it down without a message to anyone.",
-        "configuration, /run/pve-gpu-release/releases",
+        "/run/pve-gpu-release/starts",
+    ),
+    Kind(
+        "stop-hangs", W, "records",
+        "the stop of container {vmid} that began {since} does not end",
+        "{mend}",
+        "pct stop waits for ever, without a word, for a task that cannot die.",
+        "/run/pve-gpu-release/watch, written by the daemon's stop watchdog",
     ),
     Kind(
         "release-cut-off", W, "records",

@@ -43,7 +43,11 @@ def cgroup_v2(_facts: Facts) -> Results:
 
 
 def kernel(_facts: Facts) -> Results:
-    release = os.uname().release
+    yield from check_release(os.uname().release)
+
+
+def check_release(release: str) -> Results:
+    """Pure."""
     if parse_release(release) < FULL_SPEED_KERNEL:
         yield found("kernel-old", f"uname -r: {release}", release=release)
 

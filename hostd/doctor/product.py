@@ -6,17 +6,15 @@ import os
 import stat
 from typing import Any
 
-from hostd.config import OnDirty
 from hostd.doctor.facts import Facts, Settings
 from hostd.doctor.finding import Results
 from hostd.doctor.kinds import found
+from hostd.lifecycle.records import Records, Started, Watched, boot_s
 from hostd.lock import RUN_DIR
 from hostd.store import Store
 from hostd.system.procfs import Procfs
 
 SOCKET_UNIT = "pve-gpu-hostd.socket"
-START_TRIGGERS = ("pre-start", "exec-start-pre", "start")
-"""How a gate's record says where it comes from."""
 DAEMON_DEADLINE_S = 3.0
 
 
@@ -48,28 +46,36 @@ def configuration(facts: Facts) -> Results:
         yield found("config-ignored", facts.config_path, problem=notice)
 
 
-def records(facts: Facts) -> Results:
-    """Releases that were cut off, and starts that the gate refused."""
-    settings: Settings = facts.get("settings")
-    last_start: dict[int, dict[str, Any]] = {}
+def records(_facts: Facts) -> Results:
+    """Releases that were cut off, starts that the gate refused, stops that hang."""
     for record in Store().all():
-        vmid = record.get("vmid")
-        report = record.get("report")
-        if not isinstance(vmid, int):
-            continue
-        if report is None and not is_at_work(record):
+        if record.get("report") is None and not is_at_work(record):
             rungs = record.get("rungs") or [{}]
             step = rungs[-1].get("step", "the first look")
             evidence = f"record {record['release_id']}, started {record.get('started', '?')}, no report"
-            yield found("release-cut-off", evidence, vmid=vmid, step=step, pid=record.get("pid"))
-        elif isinstance(report, dict) and any(word in str(record.get("trigger")) for word in START_TRIGGERS):
-            last_start[vmid] = record
-    for vmid, record in last_start.items():
-        report = record["report"]
-        if settings.config.for_container(vmid).hook.on_dirty is OnDirty.BLOCK and report.get("verdict") == "held":
-            evidence = f"record {record['release_id']}, {record.get('started', '?')}: {report.get('message', '')}"
-            reason = report.get("reason", "")
-            yield found("start-refused", evidence, vmid=vmid, reason=reason, release_id=record["release_id"])
+            yield found("release-cut-off", evidence, vmid=vmid_of(record), step=step, pid=record.get("pid"))
+    kept = Records()
+    for vmid in kept.vmids(Started):
+        start = kept.read(Started, vmid)
+        if start is not None and not start.allow:
+            said = " / ".join(start.messages) or "no message"
+            reason = start.messages[-1] if start.messages else "a GPU was dirty"
+            evidence = f"at {start.phase}, {_ago(start.at_s)}: {said}"
+            yield found("start-refused", evidence, vmid=vmid, reason=reason, release_id=start.release_id or "ID")
+    for vmid in kept.vmids(Watched):
+        stop = kept.read(Watched, vmid)
+        if stop is not None and stop.reports:
+            mend = stop.next_step or f"pve-gpu-release {vmid}; pve-gpu-release status"
+            yield found("stop-hangs", stop.message, vmid=vmid, since=_ago(stop.since_s), mend=mend)
+
+
+def vmid_of(record: dict[str, Any]) -> int | None:
+    vmid = record.get("vmid")
+    return vmid if isinstance(vmid, int) else None
+
+
+def _ago(at_s: float) -> str:
+    return f"{max(0.0, boot_s() - at_s):.0f} s ago"
 
 
 def is_at_work(record: dict[str, Any]) -> bool:

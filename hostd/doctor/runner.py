@@ -51,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
     Check("boot-unit", "device nodes are made before the guests start", hooks.boot_unit, ("unit_files",)),
     Check("daemon", "pve-gpu-hostd can be reached", product.daemon, ("booted", "unit_files", "units")),
     Check("configuration", "the configuration is valid", product.configuration, ("settings",)),
-    Check("records", "no release was cut off, no start was refused", product.records, ("settings",)),
+    Check("records", "no release was cut off, no start refused, no stop hangs", product.records),
     Check("run-dir", "/run/pve-gpu-release is root's alone", product.run_dir),
 )  # fmt: skip
 
