@@ -31,10 +31,10 @@ class Selection:
     """What `--gpu` and `--pid` leave of a container. None = everything."""
 
     minors: frozenset[int] | None = None
-    pids: frozenset[int] | None = None
+    pids: frozenset[ProcessRef] | None = None
 
     def takes(self, holder: Holder) -> bool:
-        if self.pids is not None and holder.process.pid not in self.pids:
+        if self.pids is not None and holder.ref not in self.pids:
             return False
         return self.minors is None or bool(self.minors & set(holder.gpus))
 
@@ -191,7 +191,7 @@ def _not_seen(case: Case) -> Judgement | None:
 def driver_silence(observation: Observation) -> tuple[str, str] | None:
     """(reason, detail) when the driver as a whole gave no answer at this look."""
     for spot in observation.blind_spots:
-        if spot.source == "nvml":
+        if spot.source == "nvml" and spot.code != DETAIL_ONLY:
             code = spot.code if spot.code in _DRIVER_CODES else "driver-silent"
             return ("driver-silent" if code == "driver-not-loaded" else code), f"{spot.what}: {spot.error}"
     return None

@@ -240,6 +240,9 @@ class Holder:
     user: str = ""
     supervisor: Supervisor | None = None
     is_init: bool = False
+    """It is the container's init, or one of several candidates: ending it may stop the container."""
+    open_gpus: tuple[int, ...] = ()
+    """Minors of the GPUs that it has open or mapped, whichever of them it uses."""
     dying: bool = False
     """Past exit(), but the driver still lists it: nothing to signal, something to wait for."""
 
@@ -416,6 +419,8 @@ class GpuReport:
     ghost_mib: int | None = None
     bar1_used_mib_after: int | None = None
     other_holders: list[Holder] = field(default_factory=list)
+    recovery_action: int | None = None
+    """As in `NvmlGpu`."""
 
 
 @dataclass(slots=True)
@@ -438,3 +443,5 @@ class Report:
     gpus: list[GpuReport] = field(default_factory=list)
     rungs: list[RungRecord] = field(default_factory=list)
     blind_spots: list[BlindSpot] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    """What else an administrator wants to know of a failure: sentences, for people."""

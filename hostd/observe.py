@@ -7,6 +7,7 @@ finds the memory back *and* no holder has scanned the processes after the memory
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from hostd.system.cgroupfs import Cgroupfs, find_mount, owner_of
 from hostd.system.nvml import Nvml
 from hostd.system.pidns import PidNamespace, own_inode
 from hostd.system.procfs import Procfs
-from hostd.system.scan import Scanner, ScanResult
+from hostd.system.scan import DETAIL, Scanner, ScanResult
 
 
 @dataclass(slots=True)
@@ -49,6 +50,10 @@ class Sources:
     nvml: Nvml
     own_pidns: int
 
+    def helpers(self) -> set[int]:
+        """Ourselves and our NVML child, which has GPU nodes open itself: never a holder, in whatever cgroup we run."""
+        return {pid for pid in (os.getpid(), self.nvml.pid) if pid is not None}
+
     def close(self) -> None:
         self.nvml.close()
         self.scanner.close()
@@ -60,6 +65,8 @@ class Members:
 
     processes: dict[int, Process] = field(default_factory=dict)
     init: Process | None = None
+    inits: frozenset[ProcessRef] = frozenset()
+    """Every candidate for the init: ending any of them may stop the container."""
     blind_spots: list[BlindSpot] = field(default_factory=list)
     running: bool = False
     frozen: bool = False
@@ -77,41 +84,51 @@ class ContainerView:
         self._namespace: PidNamespace | None = None
 
     def members(self) -> Members:
-        """Every process of the container. Raises UnreadableError when the cgroup tree cannot be opened at all."""
+        """Every process of the container. Never raises for what cannot be read: that is a blind spot."""
         found = Members()
-        cgroup = self._sources.cgroups.open(self.vmid)
-        if cgroup is None:
-            self._add_namespace_members(found)
-            return found
-        try:
-            pids, blind = cgroup.pids()
-            found.blind_spots += blind
-            found.running = bool(pids)
-            found.frozen = cgroup.frozen()
-        finally:
-            cgroup.close()
-        self._read_into(found, pids)
+        self.refresh(found)
+        return found
+
+    def refresh(self, found: Members) -> None:
+        """Adds what has come since; what has left stays in."""
+        self._add_cgroup_members(found)
         self._find_init(found)
         self._add_namespace_members(found)
-        return found
+        found.blind_spots = list(dict.fromkeys(found.blind_spots))
 
     def newcomers(self, known: Members) -> set[int]:
         """The processes that have come since `known` was read; they are added to it."""
         before = set(known.processes)
-        cgroup = self._sources.cgroups.open(self.vmid)
-        if cgroup is not None:
-            try:
-                self._read_into(known, cgroup.pids()[0])
-            finally:
-                cgroup.close()
-        self._add_namespace_members(known)
+        self.refresh(known)
         return known.processes.keys() - before
+
+    def _add_cgroup_members(self, found: Members) -> None:
+        try:
+            cgroup = self._sources.cgroups.open(self.vmid)
+            if cgroup is None:
+                found.running = found.frozen = False
+                return
+            with cgroup:
+                pids, blind = cgroup.pids()
+                found.blind_spots += blind
+                found.running = bool(pids)
+                found.frozen = cgroup.frozen()
+        except OSError as exc:
+            error = exc.strerror or str(exc)
+            found.blind_spots.append(BlindSpot("cgroupfs", f"/lxc/{self.vmid}", error, "cgroup-unreadable"))
+            return
+        # The pid of one that has left meanwhile may be anybody's by now: the cgroup is read again, of the process.
+        self._read_into(found, pids, lambda p: owner_of(p.cgroup) == self.vmid)
 
     def owns(self, process: Process) -> bool:
         """True when this container owns the process: by cgroup, or by PID namespace unless another `/lxc/W` has it."""
         owner = owner_of(process.cgroup)
         if owner is not None:
             return owner == self.vmid
+        return self.is_inside(process)
+
+    def is_inside(self, process: Process) -> bool:
+        """True when it runs in the PID namespace of the container's init or below it."""
         return self._namespace is not None and self._namespace.is_ancestor_or_same(process.pid) is True
 
     def close(self) -> None:
@@ -119,22 +136,26 @@ class ContainerView:
             self._namespace.close()
             self._namespace = None
 
-    def _read_into(self, found: Members, pids: Iterable[int], accept: Callable[[Process], bool] | None = None) -> None:
+    def _read_into(self, found: Members, pids: Iterable[int], accept: Callable[[Process], bool]) -> None:
+        helpers = self._sources.helpers()
         for pid in pids:
-            if pid <= 1 or pid in found.processes:
+            if pid <= 1 or pid in found.processes or pid in helpers:
                 continue
             try:
                 process = self._sources.procfs.read_process(pid)
             except OSError as exc:
                 found.blind_spots.append(BlindSpot("procfs", f"process {pid}", str(exc)))
                 continue
-            if process is not None and not process.is_zombie and (accept is None or accept(process)):
+            if process is not None and not process.is_zombie and accept(process):
                 found.processes[pid] = process
 
     def _find_init(self, found: Members) -> None:
         inits = [
-            p for p in found.processes.values() if p.ns_pids == (1,) and p.pidns not in (0, self._sources.own_pidns)
+            p
+            for p in found.processes.values()
+            if p.ns_pids == (1,) and p.pidns not in (0, self._sources.own_pidns) and owner_of(p.cgroup) == self.vmid
         ]
+        found.inits = frozenset(p.ref for p in inits)
         if len(inits) > 1:
             pids = ", ".join(str(p.pid) for p in inits)
             found.blind_spots.append(
@@ -149,12 +170,19 @@ class ContainerView:
             try:
                 self._namespace = PidNamespace.open(found.init.ref)
             except OSError as exc:
-                found.blind_spots.append(BlindSpot("pidns", f"PID namespace of pid {found.init.pid}", str(exc)))
+                error = exc.strerror or str(exc)
+                what = f"PID namespace of pid {found.init.pid}"
+                found.blind_spots.append(BlindSpot("pidns", what, error, "pidns-unreadable"))
 
     def _add_namespace_members(self, found: Members) -> None:
         if self._namespace is None:
             return
-        pids, blind = self._namespace.members()
+        try:
+            pids, blind = self._namespace.members()
+        except OSError as exc:
+            what = f"members of pid:[{self._namespace.inode}]"
+            found.blind_spots.append(BlindSpot("pidns", what, exc.strerror or str(exc), "pidns-unreadable"))
+            return
         found.blind_spots += blind
         self._read_into(found, pids - found.processes.keys(), lambda p: owner_of(p.cgroup) in (None, self.vmid))
 
@@ -167,12 +195,16 @@ class Facts:
     snapshot: NvmlSnapshot
     gpus: tuple[GpuInfo, ...]
     open_nodes: dict[int, OpenNodes]
-    cmdlines: Mapping[int, bytes]
+    cmdlines: dict[int, bytes]
     members: Members
     foreign: dict[int, Process]
     """Live processes that are not the container's: listed ones, and heirs of dead openers."""
     dying: frozenset[int] = frozenset()
     """Listed pids without descriptor or mapping that are past exit()."""
+    unseen: frozenset[int] = frozenset()
+    """Listed foreign pids of which descriptors or mappings could not be read."""
+    placed: Mapping[ProcessRef, tuple[int, ...]] = field(default_factory=dict)
+    """Where the driver's lists placed a holder at an earlier look."""
     heirs: dict[int, frozenset[int]] = field(default_factory=dict)
     """GPU minor -> foreign unlisted pids that can have inherited a dead opener's memory there."""
     blind_spots: list[BlindSpot] = field(default_factory=list)
@@ -180,6 +212,8 @@ class Facts:
 
 MOST_LISTINGS = 16
 """How often one look may read the list of a container's processes again."""
+SWEEP_S = 1.0
+"""How long the result of a sweep over the host is good for."""
 
 
 class Observer:
@@ -193,6 +227,10 @@ class Observer:
         """GPUs as the driver's library named them last."""
         self._own_seen: set[int] = set()
         """Pids that were the container's holders at an earlier look: their charges are ours when they are dead."""
+        self._placed: dict[ProcessRef, tuple[int, ...]] = {}
+        """Where the driver's lists placed a holder when they were read last (DESIGN 4, "Which GPU?")."""
+        self._swept: tuple[frozenset[int], float, dict[int, OpenNodes], dict[int, Process]] | None = None
+        """The last sweep over the host: for which dead openers, when, and whom it found."""
 
     def close(self) -> None:
         self.view.close()
@@ -209,40 +247,70 @@ class Observer:
         foreign = self._live_foreign(snapshot, members, blind)
         self._named = tuple(g.info for g in snapshot.gpus) or self._named
         gpus = known_gpus(self._named, blind)
-        scan = self._scan(members, foreign, frozenset(driver.by_major))
-        facts = Facts(driver, snapshot, gpus, scan.open, scan.cmdlines, members, foreign)
+        scan = self._scan(members, frozenset(driver.by_major))
+        facts = Facts(driver, snapshot, gpus, dict(scan.open), dict(scan.cmdlines), members, foreign)
         facts.blind_spots = [*blind, *members.blind_spots, *scan.blind_spots]
         if nvml and driver.present:
-            facts.blind_spots += snapshot.blind_spots
+            facts.blind_spots += [*snapshot.blind_spots, *_implausible(snapshot)]
+        self._scan_foreign(facts)
         facts.dying = self._dying(facts)
         facts.heirs = self._foreign_heirs(facts)
+        facts.placed = self._placed
         observation = join(self.vmid, at_s, facts, self._own_seen)
         self._own_seen.update(h.process.pid for h in observation.holders)
+        if snapshot.gpus:
+            listed = _listed_pids(facts)
+            self._placed |= {h.ref: h.gpus for h in observation.holders if h.process.pid in listed or h.inherited_from}
         return replace(observation, nvml_asked=nvml)
 
-    def _scan(self, members: Members, foreign: Iterable[int], majors: frozenset[int]) -> ScanResult:
+    def _scan(self, members: Members, majors: frozenset[int]) -> ScanResult:
         """Who has what open. A look is no snapshot: a holder may end before its descriptors are read, with a successor
         that was not in the list yet. Where nobody was found, those that have come since are looked at too, until none
         comes any more."""
-        scan = self.sources.scanner.scan([*members.processes, *foreign], majors)
+        scan = self._scan_pids(members.processes, majors)
         for _ in range(MOST_LISTINGS):
             if any(scan.open.get(pid) for pid in members.processes):
                 break
             fresh = self.view.newcomers(members)
             if not fresh:
                 break
-            more = self.sources.scanner.scan(fresh, majors)
+            more = self._scan_pids(fresh, majors)
             scan.open.update(more.open)
             scan.cmdlines.update(more.cmdlines)
             scan.blind_spots.extend(more.blind_spots)
         return scan
 
-    def find(self, number: int, host: bool) -> Process | None:
-        """The container's process with this pid in its own PID namespace, or with this host pid."""
-        for process in self.view.members().processes.values():
-            if process.pid == number if host else process.ns_pids[:1] == (number,):
-                return process
-        return None
+    def _scan_pids(self, pids: Iterable[int], majors: frozenset[int]) -> ScanResult:
+        """As the scanner's; that no helper can be started is a blind spot, too."""
+        try:
+            return self.sources.scanner.scan(pids, majors)
+        except OSError as exc:
+            what = "descriptors of the processes"
+            error = f"cannot start a helper: {exc.strerror or exc}"
+            return ScanResult(blind_spots=[BlindSpot("procfs", what, error, "descriptors-unreadable")])
+
+    def _scan_foreign(self, facts: Facts) -> None:
+        """What listed processes of others have open. Where that cannot be read they count as what the list says they
+        are, and it takes nothing away from a look at this container."""
+        majors = frozenset(facts.driver.by_major)
+        scan = self._scan_pids(facts.foreign, majors)
+        facts.open_nodes |= scan.open
+        facts.cmdlines |= scan.cmdlines
+        facts.blind_spots += [replace(spot, code=DETAIL) for spot in scan.blind_spots]
+        if any(spot.code != DETAIL for spot in scan.blind_spots):
+            for pid in facts.foreign.keys() - scan.open.keys():
+                if not self._scan_pids([pid], majors).complete:
+                    facts.unseen |= {pid}
+
+    def find(self, number: int, host: bool) -> list[Process]:
+        """The container's processes with this pid in its own PID namespace, or with this host pid."""
+        members = self.view.members()
+        if host:
+            return [p for p in members.processes.values() if p.pid == number]
+        found = [p for p in members.processes.values() if p.ns_pids[:1] == (number,)]
+        if members.init is None:
+            return found
+        return [p for p in found if self.view.is_inside(p)]
 
     def recheck(self, pid: int) -> ProcessRef | None:
         """The identity of a pid if the container still owns it now; what is re-read between pidfd_open and a signal."""
@@ -257,7 +325,8 @@ class Observer:
     def _live_foreign(self, snapshot: NvmlSnapshot, members: Members, blind: list[BlindSpot]) -> dict[int, Process]:
         """The living processes among the listed pids that are not the container's."""
         found: dict[int, Process] = {}
-        for pid in {c.pid for gpu in snapshot.gpus for c in gpu.clients} - members.processes.keys():
+        listed = {c.pid for gpu in snapshot.gpus for c in gpu.clients}
+        for pid in listed - members.processes.keys() - self.sources.helpers():
             try:
                 process = self.sources.procfs.read_process(pid)
             except OSError as exc:
@@ -274,32 +343,74 @@ class Observer:
     def _dying(self, facts: Facts) -> frozenset[int]:
         known = facts.members.processes.keys() | facts.foreign.keys()
         unseen = [pid for pid in _listed_pids(facts) & known if not facts.open_nodes.get(pid)]
-        return frozenset(pid for pid in unseen if self.sources.procfs.is_dying(pid))
+        found = set()
+        for pid in unseen:
+            try:
+                if self.sources.procfs.is_dying(pid):
+                    found.add(pid)
+            except OSError as exc:
+                facts.blind_spots.append(BlindSpot("procfs", f"tasks of process {pid}", exc.strerror or str(exc), DETAIL))
+        return frozenset(found)
 
     def _foreign_heirs(self, facts: Facts) -> dict[int, frozenset[int]]:
         """Foreign processes that may keep a dead opener's memory: a sweep over the host, only when there is one."""
-        minors = {g.info.minor for g in facts.snapshot.gpus if _dead_pids(g, facts)}
-        if not minors:
+        dead = {g.info.minor: frozenset(_dead_pids(g, facts)) for g in facts.snapshot.gpus}
+        everyone = frozenset[int]().union(*dead.values())
+        if not everyone:
             return {}
-        others = [pid for pid in self.sources.procfs.pids() if pid not in facts.members.processes]
-        scan = self.sources.scanner.scan(others, frozenset(facts.driver.by_major))
-        for spot in scan.blind_spots:
-            facts.blind_spots.append(replace(spot, code="detail-unreadable"))
+        open_nodes, processes = self._sweep(everyone, facts)
         listed = _listed_pids(facts)
         heirs = {
             minor: frozenset(
                 pid
-                for pid, nodes in scan.open.items()
-                if pid not in listed and minor in gpu_minors_of(nodes, facts) and can_hold_memory(nodes, facts.driver)
+                for pid in processes
+                if pid not in listed
+                and minor in gpu_minors_of(open_nodes[pid], facts)
+                and can_hold_memory(open_nodes[pid], facts.driver)
             )
-            for minor in minors
+            for minor, pids in dead.items()
+            if pids
         }
-        for pid in frozenset().union(*heirs.values()):
-            process = self.sources.procfs.read_process(pid)
-            if process is not None:
-                facts.foreign[pid] = process
-                facts.open_nodes[pid] = scan.open[pid]
+        for pid in frozenset[int]().union(*heirs.values()):
+            facts.foreign[pid] = processes[pid]
+            facts.open_nodes[pid] = open_nodes[pid]
         return heirs
+
+    def _sweep(self, dead: frozenset[int], facts: Facts) -> tuple[dict[int, OpenNodes], dict[int, Process]]:
+        """Every process of others that has a node open. Kept for a moment: while memory drains, look follows look."""
+        if self._swept is not None and self._swept[0] == dead and time.monotonic() - self._swept[1] < SWEEP_S:
+            alive = {pid: p for pid, p in self._swept[3].items() if self.sources.procfs.read_ref(pid) == p.ref}
+            return self._swept[2], alive
+        try:
+            pids = set(self.sources.procfs.pids()) - facts.members.processes.keys() - self.sources.helpers()
+        except OSError as exc:
+            facts.blind_spots.append(BlindSpot("procfs", self.sources.procfs.root, exc.strerror or str(exc), DETAIL))
+            return {}, {}
+        scan = self._scan_pids(pids, frozenset(facts.driver.by_major))
+        facts.blind_spots += [replace(spot, code=DETAIL) for spot in scan.blind_spots]
+        processes: dict[int, Process] = {}
+        for pid in scan.open:
+            try:
+                process = self.sources.procfs.read_process(pid)
+            except OSError:
+                continue  # a figure less in the report, nobody who could be a target
+            if process is not None and not self.view.owns(process):
+                processes[pid] = process
+        self._swept = (dead, time.monotonic(), scan.open, processes)
+        return scan.open, processes
+
+
+def _implausible(snapshot: NvmlSnapshot) -> list[BlindSpot]:
+    """Numbers in the driver's lists that no process can have: left out, and said so."""
+    return [
+        BlindSpot("nvml", f"clients of GPU {gpu.info.index}", f"lists pids that cannot be: {_words(gpu)}", DETAIL)
+        for gpu in snapshot.gpus
+        if gpu.implausible_pids
+    ]
+
+
+def _words(gpu: NvmlGpu) -> str:
+    return ", ".join(map(str, gpu.implausible_pids[:8]))
 
 
 def read_driver(blind: list[BlindSpot]) -> DriverNumbers:
@@ -316,7 +427,7 @@ def known_gpus(named: tuple[GpuInfo, ...], blind: list[BlindSpot]) -> tuple[GpuI
     try:
         from_proc = devices.read_proc_gpus(known=named)
     except OSError as exc:  # TimeoutError too: these files go through the driver and can hang with it
-        blind.append(BlindSpot("devices", "/proc/driver/nvidia/gpus", str(exc), "detail-unreadable"))
+        blind.append(BlindSpot("devices", "/proc/driver/nvidia/gpus", str(exc), DETAIL))
         from_proc = ()
     return devices.merge_gpus(from_proc, named)
 
@@ -347,11 +458,7 @@ def _dead_pids(gpu: NvmlGpu, facts: Facts) -> list[int]:
 
 
 def _seen_or_blind(pid: int, facts: Facts) -> bool:
-    return (
-        pid in facts.dying
-        or bool(facts.open_nodes.get(pid))
-        or any(spot.what.startswith(f"pid {pid} ") or spot.what == f"pid {pid}" for spot in facts.blind_spots)
-    )
+    return pid in facts.dying or pid in facts.unseen or bool(facts.open_nodes.get(pid))
 
 
 def join(vmid: int, at_s: float, facts: Facts, own_seen: set[int]) -> Observation:
@@ -443,7 +550,8 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         if seen
     }
     gpus, memory, opener = _placement(process.pid, nodes, listed_on, facts, states)
-    init = facts.members.init
+    if not facts.snapshot.gpus:
+        gpus = set(facts.placed.get(process.ref, gpus))
     return Holder(
         process=process,
         vmid=vmid,
@@ -455,7 +563,8 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         cmdline=printable_cmdline(facts.cmdlines.get(process.pid, b"")),
         user=user_name(process.uid),
         supervisor=supervisor_of(process.cgroup, vmid),
-        is_init=init is not None and init.ref == process.ref,
+        is_init=process.ref in facts.members.inits,
+        open_gpus=tuple(sorted(gpu_minors_of(nodes, facts))),
         dying=process.pid in facts.dying,
     )
 

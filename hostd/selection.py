@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hostd.errors import UsageError
-from hostd.model import GpuInfo, Observation, Process
+from hostd.model import GpuInfo, Observation, Process, ProcessRef
 from hostd.system.devices import canonical_pci
 
 
@@ -15,7 +15,7 @@ def resolve_gpu(selector: str, gpus: tuple[GpuInfo, ...], *, driver_silent: bool
     Raises UsageError when it names none or more than one: an index cannot be told from a minor while the driver is silent.
     """
     text = selector.strip()
-    matches = _by_number(text, gpus, driver_silent) if text.isdigit() else _by_name(text, gpus)
+    matches = _by_number(text, gpus, driver_silent) if text.isascii() and text.isdigit() else _by_name(text, gpus)
     unique = list({g.minor: g for g in matches}.values())
     choices = ", ".join(g.uuid or g.pci_bus_id or f"minor {g.minor}" for g in gpus) or "none"
     if not unique:
@@ -51,20 +51,27 @@ def _by_name(text: str, gpus: tuple[GpuInfo, ...]) -> list[GpuInfo]:
     return [g for g in gpus if g.pci_bus_id == pci]
 
 
-def resolve_pid(selector: str, observation: Observation, find: Callable[[int, bool], Process | None]) -> frozenset[int]:
-    """Host pids that `--pid` names: `17` in the container's own PID namespace, `host:4711` on the host.
+def resolve_pid(
+    selector: str, observation: Observation, find: Callable[[int, bool], list[Process]]
+) -> frozenset[ProcessRef]:
+    """The process that `--pid` names: `17` in the container's own PID namespace, `host:4711` on the host.
 
-    `find(number, host)` returns the container's process of that number or None. Raises UsageError when there is none.
+    `find(number, host)` returns the container's processes of that number. Raises UsageError when that is not one.
     """
     host = selector.startswith("host:")
     digits = selector.removeprefix("host:")
-    if not digits.isdigit() or int(digits) < 1:
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 10 or int(digits) < 1:
         raise UsageError(f"cannot select pid {selector!r}: expected a number, or host:NUMBER")
-    process = find(int(digits), host)
-    if process is None:
+    found = find(int(digits), host)
+    if len(found) > 1:
+        raise UsageError(
+            f"cannot select pid {digits}: {len(found)} processes of container {observation.vmid} have that number",
+            next_step="choose from: " + ", ".join(f"--pid host:{p.pid}" for p in found),
+        )
+    if not found:
         where = "on the host that belongs to it" if host else "in its PID namespace"
         raise UsageError(
             f"cannot select pid {digits}: container {observation.vmid} has no such process {where}",
             next_step=f"pve-gpu-release ps {observation.vmid} lists the holders with both numbers",
         )
-    return frozenset({process.pid})
+    return frozenset({found[0].ref})
