@@ -88,6 +88,7 @@ CONFIG_LOADED = Kind("config-loaded", "eb90b544da541a1061fa8fd3e8b010e4", _P.INF
 CONFIG_FAILED = Kind("config-failed", "0e658fc306ddd297414e061724cfd8d7", _P.ERR)
 NVML_WEDGED = Kind("nvml-wedged", "dfc63c11886e553c259f00551a53c62d", _P.ERR)
 NVML_RECOVERED = Kind("nvml-recovered", "f760900dd5870d36e9cceb577a56ec4a", _P.NOTICE)
+RESET_RECOVERED = Kind("reset-recovered", "5f0b7c0d9a6e4f0fb0a4c6a1d2e37b18", _P.WARNING)
 INTERNAL_ERROR = Kind("internal-error", "f4013162948eb0670ef2d03ab5244355", _P.ERR)
 ENTRIES_DROPPED = Kind("entries-dropped", "925488969bf446c1de4831d785988764", _P.WARNING)
 
@@ -419,6 +420,11 @@ def watchdog_unarmed(ctx: Context, why: str) -> Entry:
 def daemon_started(version: str, notes: Sequence[str] = ()) -> Entry:
     message = f"pve-gpu-hostd {version} is ready" + "".join(f"; {note}" for note in notes)
     return _entry(DAEMON_STARTED, NOWHERE, message, ("VERSION", version), ("NOTE", list(notes)))
+
+
+def reset_recovered(text: str) -> Entry:
+    """A reset that was killed: what was put back."""
+    return _entry(RESET_RECOVERED, NOWHERE, text)
 
 
 def daemon_stopped(why: str) -> Entry:

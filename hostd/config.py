@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hostd.errors import ConfigError
-from hostd.ladder import Limits
+from hostd.ladder import Limits, Options
 from hostd.terminal import escape
 
 DEFAULT_PATH = "/etc/pve-gpu-release/config.yaml"
@@ -64,7 +64,7 @@ class NvmlSettings:
 
 @dataclass(frozen=True, slots=True)
 class ResetSettings:
-    services: tuple[str, ...] = ("nvidia-persistenced.service", "nvidia-dcgm.service")
+    services: tuple[str, ...] = Options().reset_services
     """Units that a reset may stop before and start again after."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hostd import audit
 from hostd.cancel import Cancel
-from hostd.errors import NoSuchContainerError, NotPermittedError, UnreadableError
+from hostd.errors import NoSuchContainerError, NotPermittedError, UnreadableError, UsageError
 from hostd.events import Fanout, Listener, Silent
 from hostd.ladder import Options, Resume
 from hostd.lock import RUN_DIR, ReleaseLock, acquire
@@ -22,6 +22,10 @@ from hostd.system.journal import Journal
 from hostd.system.pve import Pve
 from hostd.verdicts import say
 from hostd.wire import options_dict, report_dict
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hostd.reset import Resetter
 
 Json = dict[str, Any]
 
@@ -121,7 +125,9 @@ def perform(
     lock = _lock(vmid, options, around, cancel)
     try:
         record = store.read(release_id) if release_id else None
-        if record is not None and record.get("report") is not None:
+        if record is not None and record["vmid"] != vmid:
+            raise UsageError(f"cannot go on with release {release_id}: it is one of container {record['vmid']}", vmid=vmid)
+        if record is not None and record["report"] is not None:
             return dict(record["report"])
         resume = parse_resume(record) if record is not None else None
         return _written_ahead(sources, subject, options, around, cancel, release_id, spots, resume)
@@ -139,7 +145,9 @@ def _written_ahead(
     spots: list[BlindSpot],
     resume: Resume | None,
 ) -> Json:
-    recorder = Recorder(Store(around.run_dir), around.owner, options_dict(options))
+    recorder = Recorder(
+        Store(around.run_dir), around.owner, options_dict(options), handed_over=lambda: cancel.handed_over
+    )
     listeners: list[Listener] = [recorder]
     trail = None
     if around.journal is not None:
@@ -151,7 +159,16 @@ def _written_ahead(
         )
         listeners.append(trail)
     fanout = Fanout(*listeners, around.listener)
-    release = Release(sources, subject, options, fanout, cancel=cancel, release_id=release_id, resume=resume)
+    release = Release(
+        sources,
+        subject,
+        options,
+        fanout,
+        cancel=cancel,
+        release_id=release_id,
+        resume=resume,
+        resetter=_resetter(options, around),
+    )
     if trail is not None and resume is not None and around.journal is not None:
         context = audit.Context(vmid=subject.vmid, release_id=resume.release_id, trigger=options.trigger)
         around.journal.send(audit.resumed(context, resume.was_at))
@@ -159,6 +176,25 @@ def _written_ahead(
     if trail is not None and around.journal is not None and recorder.missing:
         around.journal.send(audit.record_missing(trail.context, recorder.missing))
     return result
+
+
+def _resetter(options: Options, around: Surroundings) -> Resetter | None:
+    """How a GPU may be reset from here. Also puts back what a reset that was killed has left behind."""
+    if not (options.reset or options.auto_reset or _reset_records(around.run_dir)):
+        return None
+    from hostd.reset import Resetter, recover
+
+    for text in recover(around.run_dir):
+        if around.journal is not None:
+            around.journal.send(audit.reset_recovered(text))
+    return Resetter(options.reset_services, around.run_dir, around.owner == "daemon")
+
+
+def _reset_records(run_dir: str) -> bool:
+    try:
+        return any(name.endswith(".json") for name in os.listdir(os.path.join(run_dir, "resets")))
+    except OSError:
+        return False
 
 
 def _run(release: Release, spots: list[BlindSpot]) -> Json:

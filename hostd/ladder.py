@@ -48,6 +48,11 @@ class Options:
     stop: bool = False
     stop_units: bool = False
     reset: bool = False
+    """Asked for: a refusal is then the end (7)."""
+    auto_reset: bool = False
+    """Configured (`ladder.reset: auto`): a refusal changes nothing."""
+    reset_services: tuple[str, ...] = ("nvidia-persistenced.service", "nvidia-dcgm.service")
+    """Services of the host that a reset may stop and start again (`reset.services`)."""
     verify_memory: bool = True
     gpu: str | None = None
     pid: str | None = None

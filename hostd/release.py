@@ -17,6 +17,7 @@ from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, Ref
 from hostd.events import Listener, Silent
 from hostd.judge import Case, Judgement, Selection, baseline_of, driver_silence, excess_mib, gpu_text, judge
 from hostd.ladder import Options, Resume, Rung, rungs_for
+from hostd.lock import RUN_DIR
 from hostd.model import (
     Fate,
     GpuReport,
@@ -31,6 +32,7 @@ from hostd.model import (
     Verdict,
 )
 from hostd.observe import Observer, Sources
+from hostd.resetplan import REBOOT
 from hostd.selection import resolve_gpu, resolve_pid
 from hostd.stopunit import Lineage, Stopped, UnitStopper
 from hostd.system.kmsg import Xid
@@ -39,6 +41,10 @@ from hostd.triage import stuck_tasks
 from hostd.verdicts import say
 from hostd.waiting import MemoryGauge, Patience, wait_for_exits
 from hostd.xid import XidWatch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hostd.reset import Resetter
 
 SIGNALS = {Step.TERM: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 
@@ -105,6 +111,7 @@ class Release:
         cancel: Cancel | None = None,
         release_id: str = "",
         resume: Resume | None = None,
+        resetter: Resetter | None = None,
     ) -> None:
         self.sources = sources
         self.subject = subject
@@ -117,6 +124,7 @@ class Release:
         self.report = Report(release_id or str(uuid.uuid4()), subject.vmid, options.trigger, dry_run=options.dry_run)
         self.report.started = _utc_now()
         self.resume = resume
+        self.resetter = resetter
         self.units = UnitStopper(sources, self.observer.view)
         self.lineage = Lineage(sources, self.observer.view)
         self.xids: XidWatch | None = None
@@ -525,8 +533,64 @@ class Release:
 
     def _conclude(self, state: _State, last: Observation) -> None:
         judgement = judge(self._case(state, last))
+        if self._may_reset(judgement):
+            judgement, last = self._reset(state, last, judgement)
         self._fill(state, last)
-        self._verdict(judgement)
+        self._verdict(self._explained(judgement, state, last))
+
+    def _may_reset(self, judgement: Judgement) -> bool:
+        asked = self.options.reset or self.options.auto_reset
+        return asked and judgement.reason in RESETTABLE and not self.options.dry_run and self.resetter is not None
+
+    def _reset(self, state: _State, last: Observation, judgement: Judgement) -> tuple[Judgement, Observation]:
+        """The last rung. Refused: the end, if it was asked for (`--reset`); else the verdict stays as it was."""
+        assert self.resetter is not None
+        wanted = reset_targets(last, state.minors | self.subject.own_minors, state.stuck)
+        if not wanted:
+            return judgement, last
+        record = RungRecord(Step.RESET, self._now_ms())
+        self.report.rungs.append(record)
+        self.listener.rung_begun(self.report, record, ())
+        begun_s = time.monotonic()
+
+        def tell(what: str) -> None:
+            self.listener.waiting(self.report, f"reset: {what}", time.monotonic() - self._begun_s)
+
+        try:
+            outcome = self.resetter.reset(self.sources, self.report.release_id, self.subject.vmid, wanted, tell)
+            record.note, record.sent, record.gone = outcome.text, 1, int(outcome.done)
+        except RefusedError as exc:
+            record.note = exc.message
+            if self.options.reset:
+                self._fill(state, last)
+                raise
+            return judgement, last
+        finally:
+            record.waited_ms = round((time.monotonic() - begun_s) * 1000)
+            self.listener.rung_done(self.report, record)
+        last = self._look(state, nvml=True)
+        judgement = judge(self._case(state, last))
+        step = REBOOT_STEP if outcome.reboot else judgement.next_step
+        return replace(judgement, message=f"{judgement.message}; {outcome.text}", next_step=step), last
+
+    def _explained(self, judgement: Judgement, state: _State, last: Observation) -> Judgement:
+        """Adds to the report what an administrator needs to know of memory that does not come back."""
+        run_dir = self.resetter.run_dir if self.resetter is not None else RUN_DIR
+        quiet = judgement.verdict is Verdict.RELEASED and not (self.xids is not None and self.xids.look())
+        if quiet and not os.path.exists(os.path.join(run_dir, "ghosts.json")):
+            return judgement
+        from hostd.ghosts import FirstSeen, describe, haunted
+
+        states = haunted(last, state.minors | self.subject.own_minors)
+        since = FirstSeen(run_dir).update(last.gpus)
+        xids = self.xids.look() if self.xids is not None else []
+        if judgement.reason in RESETTABLE or xids:
+            self.report.details += describe(self.sources, states, since, xids)
+        if self.xids is not None and (spot := self.xids.blind_spot()):
+            self.report.details.append(f"the kernel log was not read: {spot.error}")
+        if judgement.reason in RESETTABLE and any(g.recovery_action == REBOOT for g in states):
+            return replace(judgement, next_step=REBOOT_STEP)
+        return judgement
 
     def _verdict(self, judgement: Judgement) -> None:
         self.report.verdict = judgement.verdict
@@ -590,6 +654,7 @@ class Release:
                         ghost_mib=gpu.ghost_mib,
                         bar1_used_mib_after=gpu.bar1_used_mib,
                         other_holders=others,
+                        recovery_action=gpu.recovery_action,
                     )
                 )
         self.report.blind_spots = list(last.blind_spots)
@@ -616,11 +681,28 @@ class Release:
             self.report.message, self.report.next_step = say("interrupted", vmid=self.subject.vmid, detail=detail)
 
 
+RESETTABLE = ("ghost-memory", "ghost-memory-before", "unkillable", "gpu-lost")
+"""Reasons after which a reset may help: nothing is left that a signal could end."""
+REBOOT_STEP = "reboot the node: the driver says that nothing less helps (journalctl -k -g NVRM)"
 RESTARTER_GRACE_S = 1.0
 """After SIGTERM to a process that starts a job again, before SIGKILL: it holds no GPU, nothing has to drain."""
 PAUSE_MAX_S = 0.1
 """Between two memory samples while nothing but the driver's figures can tell us anything."""
 _CLK_TCK = os.sysconf("SC_CLK_TCK")
+
+
+def reset_targets(observation: Observation, minors: Iterable[int], stuck: Iterable[Stuck]) -> tuple[str, ...]:
+    """PCI addresses of the GPUs that only a reset can free: ghost memory, lost, or a task stuck in the driver."""
+    wanted = set(minors)
+    in_driver = {s.ref for s in stuck if "[nvidia" in s.stack or s.wchan.startswith(("nv", "_nv", "os_", "rm_"))}
+    held = {m for h in observation.holders if h.ref in in_driver for m in h.gpus}
+    return tuple(
+        g.info.pci_bus_id
+        for g in observation.gpus
+        if g.info.minor in wanted
+        and g.info.pci_bus_id
+        and (excess_mib(g, None) or g.error_code == "gpu-lost" or g.info.minor in held)
+    )
 
 
 def boot_ticks_now() -> int:

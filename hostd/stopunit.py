@@ -226,9 +226,7 @@ def _request(
         raise LookupError(f"{supervisor.kind} takes no requests")
     if uid is None:
         raise LookupError(f"user {inner} of the container has no number on the host")
-    return Request(
-        kind, supervisor.name, sockets, uid, gid if gid is not None else uid, inner, peers - {0, 1}, seconds
-    )
+    return Request(kind, supervisor.name, sockets, uid, gid if gid is not None else uid, inner, peers - {0, 1}, seconds)
 
 
 def _read(dir_fd: int, name: str) -> bytes:

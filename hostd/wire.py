@@ -101,6 +101,7 @@ def gpu_report_dict(report: GpuReport) -> Json:
         "reserved_mib": report.reserved_mib,
         "ghost_mib": report.ghost_mib,
         "bar1_used_mib_after": report.bar1_used_mib_after,
+        "recovery_action": report.recovery_action,
         "other_holders": [holder_dict(h) | {"vmid": h.vmid} for h in report.other_holders],
     }
 
@@ -158,6 +159,7 @@ def report_dict(report: Report) -> Json:
         "gpus": [gpu_report_dict(g) for g in report.gpus],
         "rungs": [rung_dict(r) for r in report.rungs],
         "blind_spots": [blind_spot_dict(b) for b in report.blind_spots],
+        "details": [clean(text) for text in report.details],
         "next_step": clean(report.next_step),
     }
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from hostd.config import ContainerSettings
+    from hostd.config import Config, ContainerSettings
     from hostd.ladder import Options
 
     Json = dict[str, Any]
@@ -118,18 +118,30 @@ def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Js
 
 
 def _here(number: int, given: Json, args: argparse.Namespace, renderer: Renderer, release_id: str) -> Json:
+    from dataclasses import replace
+
     from hostd.wire import parse_options
 
-    settings = configured(args.config, number)
-    base: Json = {"stop_units": settings.stop_units, "reset": settings.reset.value == "auto"}
-    return in_process(number, parse_options(base | given, settings.limits), renderer.event, renderer.note, release_id)
+    config = loaded(args.config)
+    settings = config.for_container(number)
+    options = replace(
+        parse_options({"stop_units": settings.stop_units} | given, settings.limits),
+        auto_reset=settings.reset.value == "auto",
+        reset_services=config.reset.services,
+    )
+    return in_process(number, options, renderer.event, renderer.note, release_id)
 
 
 def configured(path: str | None, number: int) -> ContainerSettings:
     """What is configured for a container. Raises ConfigError."""
+    return loaded(path).for_container(number)
+
+
+def loaded(path: str | None) -> Config:
+    """The configuration that the command line names, or the node's. Raises ConfigError."""
     from hostd.config import DEFAULT_PATH, load
 
-    return load(path or DEFAULT_PATH, must_exist=path is not None).for_container(number)
+    return load(path or DEFAULT_PATH, must_exist=path is not None)
 
 
 def new_release_id() -> str:

@@ -113,6 +113,9 @@ class Renderer:
             if self._verbose or report["verdict"] == "unknown":
                 for spot in report["blind_spots"]:
                     self._line(f"  could not read {terminal.escape(spot['what'])}: {terminal.escape(spot['error'])}")
+            if self._verbose or report["verdict"] != "released":
+                for detail in report.get("details", ()):
+                    self._line(f"  {terminal.escape(detail)}")
         verdict = report.get("verdict") or "not done"
         text = terminal.paint(verdict, _STYLE.get(verdict, "yellow"), self._colour)
         took = f" ({seconds(report['duration_ms'])})" if report.get("duration_ms") else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from hostd.lifecycle.event import CONTEXT_KEYS, START_PHASES, Event, Phase, pars
 from hostd.nodeview import find_pid, observe
 from hostd.observe import open_sources
 from hostd.service.interface import INTERFACE
+from hostd.service.jobs import stopping_error
 from hostd.service.varlink import Params, invalid_parameter
 from hostd.service.worker import Context, Emit, Forked
 from hostd.status import node_status
@@ -25,6 +27,9 @@ from hostd.system.journal import Journal
 
 Json = dict[str, Any]
 HIGHEST_VMID = 999_999_999
+COUNTS = ("connections", "workers", "queued", "refused", "driver_hangs")
+FLUSH_S = 1.0
+"""For the last entries of a worker that is told to stop: systemd ends everything soon after the daemon itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,9 @@ class Api:
         if release_id and not all(c in "0123456789abcdef-" for c in release_id):
             raise invalid_parameter("release_id", "expected a UUID in lower case")
         settings = self._config().for_container(vmid)
-        options = release_options(params.section("options"), settings)
+        options = release_options(params.section("options"), settings, self._config().reset.services)
         params.no_others()
-        return ReleaseRequest(vmid, options, release_id)
+        return ReleaseRequest(vmid, options, release_id or str(uuid.uuid4()))
 
     def parse_verify(self, params: Params) -> ReleaseRequest:
         vmid = params.integer("vmid", 1, HIGHEST_VMID)
@@ -119,7 +124,7 @@ class Api:
         return LookRequest((), daemon=self._facts(), nvml_deadline_s=self._config().nvml.deadline_s)
 
 
-def release_options(given: Params, settings: ContainerSettings) -> Options:
+def release_options(given: Params, settings: ContainerSettings, services: tuple[str, ...]) -> Options:
     """ReleaseOptions over what is configured for the container."""
     limits = settings.limits
     options = Options(
@@ -132,7 +137,9 @@ def release_options(given: Params, settings: ContainerSettings) -> Options:
         dry_run=given.flag_or("dry_run", False),
         stop=given.flag_or("stop", False),
         stop_units=given.flag_or("stop_units", settings.stop_units),
-        reset=given.flag_or("reset", settings.reset is ResetPolicy.AUTO),
+        reset=given.flag_or("reset", False),
+        auto_reset=settings.reset is ResetPolicy.AUTO,
+        reset_services=services,
         verify_memory=given.flag_or("verify_memory", True),
         wait=given.flag_or("wait", True),
         gpu=given.text_or("gpu", None),
@@ -165,10 +172,12 @@ def run_release(request: ReleaseRequest, emit: Emit, context: Context) -> Mappin
     )
     try:
         report = perform(sources, vmid, request.options, around, context.cancel, release_id=request.release_id)
+        if report["reason"] == "interrupted" and context.cancel.handed_over:
+            raise stopping_error()  # the caller goes on with it, or the next daemon
         return {"report": report}
     finally:
         sources.close()
-        journal.close()
+        journal.close(FLUSH_S if context.cancel.requested else 0.0)
 
 
 def run_event(request: EventRequest, emit: Emit, context: Context) -> Mapping[str, object]:
@@ -241,10 +250,9 @@ class DaemonFacts:
         self.first_pid_namespace = first_namespace()
         self.config_path = ""
         self.config_error = ""
-        self.counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        self.counts: Callable[[], dict[str, int]] = lambda: dict.fromkeys(COUNTS, 0)
 
     def __call__(self) -> Json:
-        connections, workers, queued = self.counts()
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -252,9 +260,7 @@ class DaemonFacts:
             "first_pid_namespace": self.first_pid_namespace,
             "config": self.config_path,
             "config_error": self.config_error,
-            "connections": connections,
-            "workers": workers,
-            "queued": queued,
+            **self.counts(),
         }
 
 

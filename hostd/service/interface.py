@@ -107,6 +107,8 @@ type Gpu (
   # In use with no live client to account for it
   ghost_mib: ?int,
   bar1_used_mib_after: ?int,
+  # What the driver recommends: 0 nothing, 1 reset, 2 reboot, 3 drain P2P, 4 drain and reset; null: it does not say
+  recovery_action: ?int,
   # Processes of the host or of other containers on it: never touched
   other_holders: []SeenHolder
 )
@@ -185,6 +187,8 @@ type Report (
   gpus: []Gpu,
   rungs: []Rung,
   blind_spots: []BlindSpot,
+  # What else is worth knowing of a failure: sentences
+  details: []string,
   next_step: string
 )
 
@@ -262,7 +266,20 @@ type DaemonStatus (
   connections: int,
   workers: int,
   # Requests that wait for a worker
-  queued: int
+  queued: int,
+  # Clients that were closed for misbehaviour
+  refused: int,
+  # Calls into the driver that did not come back, since the daemon began
+  driver_hangs: int
+)
+
+# A call into the driver that does not come back. Nobody adds to it; it is over when that process ends.
+type Wedged (
+  pid: int,
+  # ISO 8601, UTC
+  since: string,
+  call: string,
+  age_s: float
 )
 
 type DriverStatus (
@@ -271,7 +288,9 @@ type DriverStatus (
   # ok, none (no driver), missing, mismatch, silent, wedged
   nvml: string,
   # What does not answer and for how long, or empty
-  detail: string
+  detail: string,
+  # With "wedged"
+  wedged: ?Wedged
 )
 
 # Free the GPUs that a container holds, verify, report.

@@ -85,11 +85,11 @@ def _serve(end: int, out: int, root_fd: int, request: Request) -> None:
     syscalls.set_dumpable(False)
     connection = None
     try:
-        os.setgroups([])
-        os.setresgid(request.gid, request.gid, request.gid)
-        os.setresuid(request.uid, request.uid, request.uid)
-        if request.uid == 0:
-            syscalls.drop_capabilities()
+        if request.uid:
+            os.setgroups([])
+            os.setresgid(request.gid, request.gid, request.gid)
+            os.setresuid(request.uid, request.uid, request.uid)
+        syscalls.drop_capabilities()
         syscalls.set_dumpable(False)  # changing ids resets it to fs.suid_dumpable, and the next one to none (prctl(2))
         syscalls.set_pdeathsig(signal.SIGKILL)
         connection = _connect(root_fd, request)

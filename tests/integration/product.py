@@ -21,9 +21,9 @@ nvml: {deadline: 5}
 """Limits for tests: long enough for a busy machine where something comes, short where nothing will."""
 RELEASE_KEYS = {
     *("schema", "release_id", "vmid", "trigger", "verdict", "reason", "message", "was_held", "dry_run", "started"),
-    *("duration_ms", "holders", "gpus", "rungs", "blind_spots", "next_step"),
+    *("duration_ms", "holders", "gpus", "rungs", "blind_spots", "details", "next_step"),
 }
-"""The contract's (DESIGN 5)."""
+"""The contract's (DESIGN 5), and `details`."""
 
 
 @dataclass(frozen=True, slots=True)
