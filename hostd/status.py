@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from hostd.judge import DETAIL_ONLY
@@ -9,7 +10,7 @@ from hostd.lock import RUN_DIR
 from hostd.nodeview import NodeView, look_at_node
 from hostd.observe import open_sources
 from hostd.store import Store
-from hostd.system.nvml import read_wedged
+from hostd.system.nvml import Wedged, read_wedged
 from hostd.wire import SCHEMA, ps_dict
 
 Json = dict[str, Any]
@@ -38,9 +39,15 @@ def node_status(daemon: Json | None, *, nvml_deadline_s: float, run_dir: str = R
             "version": view.driver_version,
             "nvml": "wedged" if wedged else nvml_word(view),
             "detail": detail or next((f"{s.what}: {s.error}" for s in spots if s.source == "nvml"), ""),
+            "wedged": wedged_dict(wedged) if wedged else None,
         },
         "releases": release_summaries(Store(run_dir)),
     }
+
+
+def wedged_dict(wedged: Wedged) -> Json:
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - wedged.age_s))
+    return {"pid": wedged.pid, "since": since, "call": wedged.call, "age_s": round(wedged.age_s, 1)}
 
 
 def nvml_word(view: NodeView) -> str:

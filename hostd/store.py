@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hostd.events import Silent
@@ -20,11 +21,15 @@ from hostd.wire import report_dict, rung_dict
 Json = dict[str, Any]
 KEPT = 40
 """Finished records that stay for `status`; older ones are removed."""
+MOST = 400
+"""Records at all: beyond it the oldest go, finished or not."""
+HIGHEST_VMID = 999_999_999
 _MAX_BYTES = 4 << 20
+_REPORT_KEYS = {"release_id", "vmid", "verdict", "reason", "message", "holders", "gpus", "rungs", "duration_ms"}
 
 
 class Store:
-    """The directory of records."""
+    """The directory of records. What is no record is never returned; `sweep` removes it."""
 
     def __init__(self, run_dir: str = RUN_DIR) -> None:
         self._run_dir = run_dir
@@ -58,67 +63,130 @@ class Store:
     def read(self, release_id: str) -> Json | None:
         """One record; None when there is none or it is no record."""
         try:
-            fd = os.open(self._file(release_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self._file(release_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
         with os.fdopen(fd, "rb") as file:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_BYTES:
+                return None
             try:
                 record = json.loads(file.read(_MAX_BYTES))
             except (ValueError, RecursionError, OSError):
                 return None
-        return record if isinstance(record, dict) and record.get("release_id") == release_id else None
+        return record if is_record(record, release_id) else None
 
     def all(self) -> list[Json]:
         """Every record, the oldest start first."""
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        found = (self.read(name.removesuffix(".json")) for name in names if name.endswith(".json"))
-        return sorted((r for r in found if r is not None), key=lambda r: str(r.get("started", "")))
+        found = (self.read(name.removesuffix(".json")) for name in self._names() if name.endswith(".json"))
+        return sorted((r for r in found if r is not None), key=lambda r: str(r["started"]))
+
+    def open_ones(self) -> list[Json]:
+        """The records of releases that have no report yet, the oldest start first."""
+        return [record for record in self.all() if record["report"] is None]
 
     def remove(self, release_id: str) -> None:
-        try:
-            os.unlink(self._file(release_id))
-        except FileNotFoundError:
-            pass
+        self._unlink(os.path.basename(self._file(release_id)))
 
-    def prune(self, keep: int = KEPT) -> None:
-        """Removes the oldest finished records and what a killed writer left behind."""
-        done = [r for r in self.all() if r.get("report") is not None]
-        for record in done[: max(0, len(done) - keep)]:
-            self.remove(record["release_id"])
-        for name in os.listdir(self.path) if os.path.isdir(self.path) else ():
-            parts = name.split(".")
-            if name.endswith(".new") and not os.path.exists(f"/proc/{parts[-2]}"):
-                try:
-                    os.unlink(os.path.join(self.path, name))
-                except FileNotFoundError:
-                    pass
+    def sweep(self) -> int:
+        """Removes what is no record and what a killed writer left behind; how many. For the start of the daemon."""
+        removed = 0
+        for name in self._names():
+            if not self._being_written(name) and self.read(name.removesuffix(".json")) is None:
+                removed += self._unlink(name)
+        return removed
+
+    def prune(self, keep: int = KEPT, most: int = MOST) -> None:
+        """Removes the oldest finished records. Opens none of the newest `keep`: this is on the way of every release."""
+        names = self._names()
+        if len(names) <= keep:
+            return
+        names = sorted((n for n in names if n.endswith(".json")), key=self._changed)
+        for at, name in enumerate(names[: max(0, len(names) - keep)]):
+            record = self.read(name.removesuffix(".json"))
+            if record is None or record["report"] is not None or at < len(names) - most:
+                self._unlink(name)
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return []
+
+    def _being_written(self, name: str) -> bool:
+        parts = name.split(".")
+        return len(parts) == 4 and parts[3] == "new" and parts[2].isdecimal() and os.path.exists(f"/proc/{parts[2]}")
+
+    def _changed(self, name: str) -> int:
+        try:
+            return os.lstat(os.path.join(self.path, name)).st_mtime_ns
+        except OSError:
+            return 0  # gone meanwhile
+
+    def _unlink(self, name: str) -> bool:
+        path = os.path.join(self.path, name)
+        try:
+            os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+        except OSError:
+            return False
+        return True
 
     def _file(self, release_id: str) -> str:
-        if not release_id or not all(c in "0123456789abcdef-" for c in release_id):
+        if not 0 < len(release_id) <= 64 or not all(c in "0123456789abcdef-" for c in release_id):
             raise ValueError(f"not a release id: {release_id!r}")
         return os.path.join(self.path, f"{release_id}.json")
 
 
-class Recorder(Silent):
-    """Writes one release ahead as it climbs. Give it to `Fanout` before anything else."""
+def is_record(value: object, release_id: str) -> bool:
+    """True when everything in it has the type that its readers count on."""
+    if not isinstance(value, dict) or value.get("release_id") != release_id:
+        return False
+    report, event = value.get("report"), value.get("event")
+    return (
+        _is_int(value.get("vmid"), 1, HIGHEST_VMID)
+        and all(isinstance(value.get(key), str) for key in ("started", "owner", "trigger"))
+        and _is_int(value.get("pid"), 0, 1 << 22)
+        and _is_int(value.get("at_ticks"), 0, 1 << 62)
+        and isinstance(value.get("options"), dict)
+        and (event is None or isinstance(event, dict))
+        and (report is None or (isinstance(report, dict) and report.keys() >= _REPORT_KEYS))
+        and parse_resume(value) is not None
+    )
 
-    def __init__(self, store: Store, owner: str, options: Json, event: Json | None = None) -> None:
-        """`event`: the lifecycle event that this release answers, for whoever has to finish it."""
+
+def _is_int(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+class Recorder(Silent):
+    """Writes one release ahead as it climbs. Give it to `Fanout` before anything else.
+
+    A release that goes on with an open record keeps what was written there: a second death forgets nothing either.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        owner: str,
+        options: Json,
+        event: Json | None = None,
+        handed_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`event`: the lifecycle event that this release answers, for whoever has to finish it. `handed_over()`: an
+        interruption is not its end, a successor goes on with it."""
         self._store = store
         self._owner = owner
         self._options = options
         self._event = event
+        self._handed_over = handed_over
         self._record: Json = {}
-        self._baseline: dict[int, int] | None = None
         self.missing = ""
-        """Why the record could not be written; empty when it was."""
+        """Why the record could not be written at some time; empty when it always was."""
 
     def started(self, report: Report) -> None:
         from hostd.release import boot_ticks_now
 
+        before = self._store.read(report.release_id)
         self._record = {
             "release_id": report.release_id,
             "vmid": report.vmid,
@@ -135,19 +203,21 @@ class Recorder(Silent):
             "baseline_mib": [],
             "sent": [],
             "rungs": [],
+            "handed_over": False,
             "report": None,
         }
+        if before is not None and before["report"] is None and before["vmid"] == report.vmid:
+            kept = ("at_ticks", "was_held", "minors", "baseline_mib", "sent", "rungs")
+            self._record |= {key: before[key] for key in kept}
         self._save()
 
     def observed(self, report: Report, observation: Observation, holders: Iterable[Holder]) -> None:
         minors = set(self._record["minors"]) | {m for h in holders for m in h.gpus}
         self._record["minors"] = sorted(minors)
         self._record["was_held"] = self._record["was_held"] or report.was_held
-        if self._baseline is None:
-            self._baseline = {
-                g.info.minor: g.baseline_mib for g in observation.gpus if g.baseline_mib is not None
-            }
-            self._record["baseline_mib"] = sorted(self._baseline.items())
+        if not self._record["baseline_mib"]:
+            known = {g.info.minor: g.baseline_mib for g in observation.gpus if g.baseline_mib is not None}
+            self._record["baseline_mib"] = sorted(known.items())
 
     def rung_begun(self, report: Report, rung: RungRecord, targets: Iterable[Holder]) -> None:
         self._record["sent"] += [[rung.step.value, h.process.pid, h.process.start_time] for h in targets]
@@ -159,25 +229,25 @@ class Recorder(Silent):
         self._save()
 
     def finished(self, report: Report) -> None:
+        if report.reason == "interrupted" and self._handed_over():
+            self._record["handed_over"] = True
+            self._save()
+            return
         self._record["report"] = report_dict(report)
         self._save()
-        if not self.missing:
-            self._store.prune()
+        self._store.prune()
 
     def _save(self) -> None:
         try:
             self._store.write(self._record)
-            self.missing = ""
         except OSError as exc:
-            self.missing = str(exc)
+            self.missing = self.missing or str(exc)
 
 
 def parse_resume(record: Json) -> Resume | None:
     """What to know of an unfinished record to go on with it; None when it does not make sense."""
     try:
         sent = [(str(step), ProcessRef(int(pid), int(start))) for step, pid, start in record["sent"]]
-        last = record["rungs"][-1] if record["rungs"] else None
-        at = "the first look" if last is None else f"{last['step']}, {'done' if last['done'] else 'begun'}"
         return Resume(
             release_id=str(record["release_id"]),
             vmid=int(record["vmid"]),
@@ -186,12 +256,19 @@ def parse_resume(record: Json) -> Resume | None:
             minors=frozenset(int(m) for m in record["minors"]),
             baseline_mib=tuple((int(m), int(mib)) for m, mib in record["baseline_mib"]),
             was_held=bool(record["was_held"]),
-            was_at=at,
+            was_at=was_at(record),
             started=str(record["started"]),
             rungs=tuple(_rung(r) for r in record["rungs"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError):
         return None
+
+
+def was_at(record: Json) -> str:
+    """How far an unfinished release had come, for people."""
+    last = record["rungs"][-1] if record["rungs"] else None
+    at = "the first look" if last is None else f"{last['step']}, {'done' if last['done'] else 'begun'}"
+    return f"{at} (the daemon was stopped)" if record.get("handed_over") is True else at
 
 
 def _rung(record: Json) -> RungRecord:

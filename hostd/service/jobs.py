@@ -50,13 +50,13 @@ class Jobs:
         loop: Loop,
         clients: Clients,
         limits: Limits,
-        on_finished: Callable[[Worker, Outcome], None],
         worker_keeps: Callable[[], Iterable[int]],
     ) -> None:
         self._loop = loop
         self._clients = clients
         self._limits = limits
-        self._on_finished = on_finished
+        self.on_started: Callable[[Worker], None] = lambda worker: None
+        self.on_finished: Callable[[Worker, Outcome], None] = lambda worker, outcome: None
         self._worker_keeps = worker_keeps
         self._working: dict[int, Job] = {}
         self._running: dict[str, int] = dict.fromkeys(limits.workers, 0)
@@ -146,6 +146,7 @@ class Jobs:
             self._working[worker.pid] = job
             self._loop.watch(worker.pipe, lambda _events, job=job: self._on_pipe(job))  # type: ignore[misc]
             self._loop.watch(worker.pidfd, lambda _events, job=job: self._on_exit(job))  # type: ignore[misc]
+            self._loop.guard(self.on_started, worker)
 
     def _on_pipe(self, job: Job) -> None:
         worker = job.worker
@@ -186,7 +187,7 @@ class Jobs:
         self._running[worker.lane] -= 1
         worker.orphaned = job.connection is None or job.connection.gone
         self._end(job, stopping_error() if self.stopping else lost_error(outcome.status))
-        self._loop.guard(self._on_finished, worker, outcome)
+        self._loop.guard(self.on_finished, worker, outcome)
         self._fill(worker.lane)
 
     def _ended_by_stop(self, worker: Worker) -> bool:

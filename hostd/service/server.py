@@ -46,6 +46,7 @@ class Server:
         descriptions: Mapping[str, str] = interface.DESCRIPTIONS,
         limits: Limits | None = None,
         log: Callable[[str], None] | None = None,
+        on_started: Callable[[Worker], None] | None = None,
         on_finished: Callable[[Worker, Outcome], None] | None = None,
         worker_keeps: Callable[[], Iterable[int]] = tuple,
     ) -> None:
@@ -78,8 +79,9 @@ class Server:
             half_closed=lambda connection: self._jobs.half_closed(connection),
             gone=lambda connection: self._jobs.left(connection),
         )
-        finished = on_finished or (lambda worker, outcome: None)
-        self._jobs = Jobs(self._loop, self._clients, self.limits, finished, worker_keeps)
+        self._jobs = Jobs(self._loop, self._clients, self.limits, worker_keeps)
+        self._jobs.on_started = on_started or self._jobs.on_started
+        self._jobs.on_finished = on_finished or self._jobs.on_finished
         self._listener = Listener(listener, self._loop, self._clients, self.limits, log)
 
     # --- what the daemon uses ---
