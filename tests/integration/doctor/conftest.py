@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.embedded.fixtures import make_node, require_node  # noqa: F401
 from tests.embedded.node import Container, Node
 from tests.embedded.scope import MS_BIND, Running
 
@@ -159,7 +160,7 @@ class FineNode:
 
 
 @pytest.fixture
-def make_fine(make_node: Callable[..., Node]) -> Iterator[Callable[..., FineNode]]:
+def make_fine(make_node: Callable[..., Node]) -> Iterator[Callable[..., FineNode]]:  # noqa: F811
     made: list[FineNode] = []
 
     def make(**options: Any) -> FineNode:
