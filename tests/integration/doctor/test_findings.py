@@ -40,22 +40,28 @@ def test_on_a_fine_node_only_the_nested_pid_namespace_is_found(fine: FineNode, c
 
 @pytest.mark.skipif(not first_namespace(), reason="this machine is in no first PID namespace itself")
 def test_a_fine_node_in_the_first_pid_namespace_is_0(fine: FineNode, ct: Container) -> None:
-    """The node's mounts and cgroups, this machine's processes: /proc is mounted anew, the driver's files over it."""
+    """The node's mounts and cgroups, this machine's processes: /proc is mounted anew, the driver's files over it.
+
+    hidepid=4 leaves out what even root may not look at here (a sandbox's pid 1). Other tests on this machine may have a
+    stuck process at that moment, which is rightly 4: then it is tried again.
+    """
     fine.start_daemon()
     inner = (
         "mkdir -p /run/x && mount --rbind /proc/driver /run/x && touch /run/d && mount --bind /proc/devices /run/d"
-        " && mount -t proc proc /proc && mount --rbind /run/x /proc/driver && mount --bind /run/d /proc/devices"
+        " && mount -t proc -o hidepid=4 proc /proc && mount --rbind /run/x /proc/driver"
+        " && mount --bind /run/d /proc/devices"
         f" && exec {sys.executable} -I -m hostd.cli doctor --json"
     )
     outer = str(fine.node.init.outer_pid)
     command = ["nsenter", "--target", outer, "--mount", "--cgroup", "--uts", "--wd=/", "--"]
     command += ["unshare", "--mount", "sh", "-c", inner]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    answer = json.loads(done.stdout)
-    assert [f for f in answer["findings"] if f["severity"] != "note"] == []
-    busy = {b["check"] for b in answer["could_not_look"]}
-    assert busy <= {"host-holders"}, answer["could_not_look"]  # stuck processes of other tests on this machine
-    assert done.returncode == (4 if busy else 0)
+    for _ in range(5):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        answer = json.loads(done.stdout)
+        assert [f for f in answer["findings"] if f["severity"] != "note"] == []
+        if not answer["could_not_look"]:
+            break
+    assert (answer["could_not_look"], done.returncode) == ([], 0)
 
 
 def test_text_is_grouped_worst_first_with_one_line_that_sums_up(fine: FineNode) -> None:
