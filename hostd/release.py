@@ -252,10 +252,10 @@ class Release:
 
     def _rung(self, state: _State, rung: Rung, targets: list[Holder], observation: Observation) -> bool:
         """Signals, waits and records one rung; True when every target is dead."""
+        self.cancel.check()  # not after the intent is written: whoever goes on would take the signals for sent
         record = RungRecord(rung.step, self._now_ms(), [h.process.pid for h in targets])
         self.report.rungs.append(record)
         self.listener.rung_begun(self.report, record, targets)
-        self.cancel.check()
         if state.first_signal_ticks is None:
             state.first_signal_ticks = boot_ticks_now()
         if rung.step in (Step.STOP_UNIT, Step.CGROUP_KILL):
