@@ -15,6 +15,7 @@ when it is complete; a lock per suite serialises concurrent callers, and what an
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import os
@@ -30,28 +31,36 @@ from pathlib import Path
 SUITES = ("bookworm", "trixie")
 MIRROR = "http://deb.debian.org/debian"
 SHIFT = 100000
-HOST_PACKAGES = {"mmdebstrap": "mmdebstrap", "systemd-nspawn": "systemd-container", "dpkg-deb": "dpkg", "cc": "gcc libc6-dev"}
-NODE_PACKAGES = (
-    "systemd systemd-sysv dbus lxc python3 python3-psutil python3-yaml python3-systemd python3-proxmoxer python3-pynvml "
-    "kmod procps psmisc lsof util-linux mount e2fsprogs iproute2 less man-db bash-completion"
-).split()
-CT_PACKAGES = "systemd systemd-sysv dbus procps psmisc".split()
+HOST_PACKAGES = {
+    "mmdebstrap": "mmdebstrap",
+    "systemd-nspawn": "systemd-container",
+    "dpkg-deb": "dpkg",
+    "cc": "gcc libc6-dev",
+}
+NODE_PACKAGES = [
+    "systemd", "systemd-sysv", "dbus", "lxc", "python3", "python3-psutil", "python3-yaml", "python3-systemd",
+    "python3-proxmoxer", "python3-pynvml", "kmod", "procps", "psmisc", "lsof", "util-linux", "mount", "e2fsprogs",
+    "iproute2", "less", "man-db", "bash-completion",
+]  # fmt: skip
+CT_PACKAGES = ["systemd", "systemd-sysv", "dbus", "procps", "psmisc"]
 # Units that only cost boot time here, or that cannot work in a node without a network.
-MASKED_IN_NODE = (
-    "lxc.service lxc-net.service lxc-monitord.service systemd-networkd-wait-online.service systemd-resolved.service "
-    "apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer "
-    "man-db.timer systemd-tmpfiles-clean.timer console-getty.service getty.target getty-static.service "
-    "systemd-update-utmp.service systemd-pstore.service systemd-timesyncd.service systemd-firstboot.service "
-    "systemd-networkd.service systemd-networkd.socket nftables.service dev-hugepages.mount sys-kernel-debug.mount "
-    "sys-kernel-tracing.mount sys-kernel-config.mount"
-).split()
-MASKED_IN_CT = (
-    "apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer "
-    "systemd-tmpfiles-clean.timer console-getty.service getty.target getty-static.service systemd-udevd.service "
-    "systemd-udev-trigger.service systemd-update-utmp.service systemd-pstore.service systemd-timesyncd.service "
-    "systemd-logind.service systemd-firstboot.service systemd-journal-flush.service sys-kernel-debug.mount "
-    "sys-kernel-tracing.mount sys-kernel-config.mount dev-hugepages.mount dev-mqueue.mount systemd-sysctl.service"
-).split()
+MASKED_IN_NODE = [
+    "lxc.service", "lxc-net.service", "lxc-monitord.service", "systemd-networkd-wait-online.service",
+    "systemd-resolved.service", "apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer",
+    "e2scrub_all.timer", "e2scrub_reap.service", "fstrim.timer", "man-db.timer", "systemd-tmpfiles-clean.timer",
+    "console-getty.service", "getty.target", "getty-static.service", "systemd-update-utmp.service",
+    "systemd-pstore.service", "systemd-timesyncd.service", "systemd-firstboot.service", "systemd-networkd.service",
+    "systemd-networkd.socket", "nftables.service", "dev-hugepages.mount", "sys-kernel-debug.mount",
+    "sys-kernel-tracing.mount", "sys-kernel-config.mount",
+]  # fmt: skip
+MASKED_IN_CT = [
+    "apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "e2scrub_reap.service",
+    "fstrim.timer", "systemd-tmpfiles-clean.timer", "console-getty.service", "getty.target", "getty-static.service",
+    "systemd-udevd.service", "systemd-udev-trigger.service", "systemd-update-utmp.service", "systemd-pstore.service",
+    "systemd-timesyncd.service", "systemd-logind.service", "systemd-firstboot.service",
+    "systemd-journal-flush.service", "sys-kernel-debug.mount", "sys-kernel-tracing.mount", "sys-kernel-config.mount",
+    "dev-hugepages.mount", "dev-mqueue.mount", "systemd-sysctl.service",
+]  # fmt: skip
 DROPPED = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*", "/usr/share/info/*")
 
 
@@ -68,7 +77,9 @@ def digest(path: Path) -> str:
 
 
 def recipe_hash() -> str:
-    return digest(Path(__file__))
+    """Of what this file does, not of its comments and its layout."""
+    program = ast.dump(ast.parse(Path(__file__).read_text()))
+    return hashlib.sha256(program.encode()).hexdigest()[:12]
 
 
 def tree_path(suite: str) -> Path:
@@ -114,11 +125,14 @@ def driver_placeholder(directory: Path) -> Path:
     root = directory / "placeholder"
     (root / "DEBIAN").mkdir(parents=True)
     (root / "DEBIAN/control").write_text(
-        "Package: nvidia-driver-placeholder\nVersion: 1\nArchitecture: amd64\nMaintainer: pve-gpu-release tests <root@localhost>\n"
-        "Provides: libnvidia-ml1, libnvidia-ml.so.1\nDescription: stands in for the NVIDIA driver's library in a test node\n"
+        "Package: nvidia-driver-placeholder\nVersion: 1\nArchitecture: amd64\n"
+        "Maintainer: pve-gpu-release tests <root@localhost>\nProvides: libnvidia-ml1, libnvidia-ml.so.1\n"
+        "Description: stands in for the NVIDIA driver's library in a test node\n"
     )
     package = directory / "driver-placeholder.deb"
-    subprocess.run(["dpkg-deb", "--build", "--root-owner-group", str(root), str(package)], check=True, capture_output=True)
+    subprocess.run(
+        ["dpkg-deb", "--build", "--root-owner-group", str(root), str(package)], check=True, capture_output=True
+    )
     return package
 
 
@@ -147,7 +161,7 @@ def finish_node(tree: Path, suite: str) -> None:
     (tree / "etc/hosts").write_text("127.0.0.1 localhost\n127.0.1.1 pve-test\n")
     (tree / "etc/locale.conf").write_text("LANG=C.UTF-8\n")
     (tree / "etc/apt/sources.list").write_text(sources(suite))
-    (tree / "etc/machine-id").write_text("uninitialized\n")
+    (tree / "etc/machine-id").write_text("")  # a new one at boot, yet no "first boot" that enables every unit
     (tree / "var/log/journal").mkdir(exist_ok=True)
     for directory in ("var/log/pve/tasks", "var/lib/vz/snippets"):
         (tree / directory).mkdir(parents=True, exist_ok=True)
@@ -186,7 +200,10 @@ def shift_owners(tree: Path) -> None:
 def build_into(suite: str, target: Path) -> None:
     """Both trees at once: the downloads of one overlap with the unpacking of the other."""
     package = driver_placeholder(target)
-    hooks = [f"--essential-hook=copy-in {package} /tmp", '--essential-hook=chroot "$1" dpkg -i /tmp/driver-placeholder.deb']
+    hooks = [
+        f"--essential-hook=copy-in {package} /tmp",
+        '--essential-hook=chroot "$1" dpkg -i /tmp/driver-placeholder.deb',
+    ]
     jobs = {
         "node": bootstrap(suite, target / "node", NODE_PACKAGES, hooks, target / "node.log"),
         "ct": bootstrap(suite, target / "ct", CT_PACKAGES, [], target / "ct.log"),

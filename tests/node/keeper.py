@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The process behind one virtual node: it owns the mounts, the cgroup, the loop devices and systemd-nspawn.
 
-Started by node.py as `keeper.py TREE DIRECTORY` with a pipe as standard input. When that pipe closes, because the node
-is done with or because the test was killed, everything is taken down. All mounts are in the keeper's own mount
-namespace and the node's files are on a tmpfs there, so that even a killed keeper leaves no more than an empty directory,
-a cgroup and a frozen loop file system; `sweep` of the next start removes these.
+Started by node.py as `keeper.py TREE DIRECTORY LAYER` with a pipe as standard input; LAYER is a directory of files that
+are put over the tree's. A line "boot" on the pipe boots the node again, whatever state it is in. When the pipe closes,
+because the node is done with or because the test was killed, everything is taken down. All mounts are in the keeper's
+own mount namespace and the node's files are on a tmpfs there, so that even a killed keeper leaves no more than an empty
+directory, a cgroup and a frozen loop file system; `sweep` of the next start removes these.
 
-Writes one JSON object per line: {"ready": {"leader": PID, "cgroup": PATH}} or {"error": TEXT}.
+Writes one JSON object per line: {"ready": {"leader": PID, "payload": CGROUP}} or {"error": TEXT}.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -50,6 +52,9 @@ def private_mounts() -> None:
     if libc.unshare(CLONE_NEWNS):
         raise KeeperError(f"cannot unshare mounts: {os.strerror(ctypes.get_errno())}")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    nspawn = Path("/run/systemd/nspawn")  # its locks and propagation directories are nobody else's business
+    nspawn.mkdir(parents=True, exist_ok=True)
+    mount("-t", "tmpfs", "-o", "mode=755", "pgr-nspawn", str(nspawn))
 
 
 def mount(*arguments: str) -> None:
@@ -61,11 +66,13 @@ def mount(*arguments: str) -> None:
 class Keeper:
     """One node, from its empty directory to its removal."""
 
-    def __init__(self, tree: Path, directory: Path) -> None:
+    def __init__(self, tree: Path, directory: Path, layer: Path) -> None:
         self.tree = tree
         self.directory = directory
+        self.layer = layer
         self.files = directory / "files"
-        self.cgroup = cgroup2_root() / f"pgr-node-{directory.name}"
+        self.mark = f"pgr-node-{directory.name}"
+        self.cgroup = cgroup2_root() / self.mark
         self.nspawn: subprocess.Popen[bytes] | None = None
         self.in_use = open(tree / "in-use", "a")
         fcntl.flock(self.in_use, fcntl.LOCK_SH)
@@ -75,16 +82,25 @@ class Keeper:
     def lay_out(self) -> None:
         """tmpfs with the node's own layer, the containers' files, and the merged tree."""
         self.files.mkdir()
-        mount("-t", "tmpfs", "-o", "size=4g,mode=755", f"pgr-node-{self.directory.name}", str(self.files))
+        mount("-t", "tmpfs", "-o", "size=4g,mode=755", self.mark, str(self.files))
         for name in ("upper", "work", "merged", "lxc", "vz/images", "vz/snippets", "tools", "shared"):
             (self.files / name).mkdir(parents=True)
         upper = self.files / "upper"
         shutil.copytree(DATA, upper, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(self.layer, upper, symlinks=True, dirs_exist_ok=True)
         self.lay_out_pve(upper / "etc/pve")
-        for mount_point in ("usr/share/pve-node/ct", "usr/share/pve-node/ct-unpriv", "usr/share/pve-node/ct-tools", "shared"):
-            (upper / mount_point).mkdir(parents=True)
+        for name in os.listdir(self.layer / "usr/share/pve-node/ct-tools"):
+            shutil.move(upper / "usr/share/pve-node/ct-tools" / name, self.files / "tools" / name)
+        for mount_point in (
+            "usr/share/pve-node/ct",
+            "usr/share/pve-node/ct-unpriv",
+            "usr/share/pve-node/ct-tools",
+            "shared",
+        ):
+            (upper / mount_point).mkdir(parents=True, exist_ok=True)
         options = f"lowerdir={self.tree}/node,upperdir={upper},workdir={self.files}/work"
         mount("-t", "overlay", "node", "-o", options, str(self.files / "merged"))
+        subprocess.run(["ldconfig", "-r", str(self.files / "merged")], check=True)
 
     @staticmethod
     def lay_out_pve(pve: Path) -> None:
@@ -96,25 +112,46 @@ class Keeper:
 
     def command(self) -> list[str]:
         binds = {
-            "lxc": "/var/lib/lxc", "vz": "/var/lib/vz", "tools": "/usr/share/pve-node/ct-tools", "shared": "/shared",
+            "lxc": "/var/lib/lxc",
+            "vz": "/var/lib/vz",
+            "tools": "/usr/share/pve-node/ct-tools",
+            "shared": "/shared",
         }
-        command = ["systemd-nspawn", "--directory", str(self.files / "merged"), "--register=no", "--keep-unit", "--boot"]
+        command = [
+            "systemd-nspawn",
+            "--directory",
+            str(self.files / "merged"),
+            "--register=no",
+            "--keep-unit",
+            "--boot",
+        ]
         command += [f"--machine=pgr-{self.directory.name}", "--hostname=pve-test", "--console=pipe", "--capability=all"]
-        command += ["--private-network", "--notify-ready=yes", "--resolv-conf=off", "--timezone=off", "--link-journal=no"]
+        command += [
+            "--private-network",
+            "--notify-ready=yes",
+            "--resolv-conf=off",
+            "--timezone=off",
+            "--link-journal=no",
+        ]
         command += [f"--bind={self.files / source}:{target}" for source, target in binds.items()]
         command += [f"--bind-ro={self.tree / name}:/usr/share/pve-node/{name}" for name in ("ct", "ct-unpriv")]
         if Path("/dev/fuse").exists():
             command += ["--bind=/dev/fuse"]
-        return command + ["systemd.show_status=0"]
+        return [*command, "systemd.show_status=0"]
 
-    def boot(self) -> int:
-        """Start systemd and wait until it says READY. Returns its pid."""
-        self.cgroup.mkdir()
+    def boot(self) -> dict[str, object]:
+        """Start systemd and wait until it says READY. Returns what node.py needs."""
+        self.cgroup.mkdir(exist_ok=True)
         notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         address = str(self.directory / "notify")
+        Path(address).unlink(missing_ok=True)
         notify.bind(address)
-        environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "NOTIFY_SOCKET": address,
-                       "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1", "SYSTEMD_SECCOMP": "0"}
+        environment = {
+            "PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"),
+            "NOTIFY_SOCKET": address,
+            "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+            "SYSTEMD_SECCOMP": "0",
+        }
 
         def enter_cgroup() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -122,9 +159,17 @@ class Keeper:
             os.setsid()
 
         with open(self.directory / "console.log", "wb") as console:
-            self.nspawn = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=console, stderr=console,
-                                           env=environment, preexec_fn=enter_cgroup)
-        return self.wait_ready(notify)
+            self.nspawn = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=environment,
+                preexec_fn=enter_cgroup,
+            )
+        with notify:
+            leader = self.wait_ready(notify)
+        return {"leader": leader, "payload": str(self.payload(leader))}
 
     def wait_ready(self, notify: socket.socket) -> int:
         assert self.nspawn
@@ -156,24 +201,20 @@ class Keeper:
         own = Path(f"/proc/{leader}/cgroup").read_text().rpartition("0::")[2].strip()
         return cgroup2_root() / own.removesuffix("/init.scope").strip("/")
 
-    def furnish(self, leader: int) -> None:
-        """A /proc and a /sys with nothing mounted over, without which the kernel lets no unprivileged container have its own."""
-        script = "mkdir -p /dev/.lxc/proc /dev/.lxc/sys; mount -t proc proc /dev/.lxc/proc; mount -t sysfs sysfs /dev/.lxc/sys"
-        enter = ["nsenter", "-t", str(leader), "-m", "-p", "-u", "-i", "-n", "-C", "--", "sh", "-ec", script]
-        done = subprocess.run(enter, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise KeeperError(f"cannot furnish the node: {done.stderr}")
-
     # -- tear-down
 
-    def tear_down(self) -> None:
-        thaw_and_detach(f"pgr-node-{self.directory.name}")
+    def halt(self) -> None:
+        """End every process of the node, the unkillable ones by thawing what they wait for."""
+        thaw_and_detach(self.mark)
         if self.cgroup.is_dir():
             kill_cgroup(self.cgroup)
         if self.nspawn:
             self.nspawn.wait()
-        thaw_and_detach(f"pgr-node-{self.directory.name}")
+        thaw_and_detach(self.mark)
         remove_cgroup_tree(self.cgroup)
+
+    def tear_down(self) -> None:
+        self.halt()
         subprocess.run(["umount", "-l", "-R", str(self.files)], check=False, capture_output=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -264,16 +305,26 @@ def say(message: dict[str, object]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def wait_for_end() -> None:
-    """Until standard input closes or someone asks for the end."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-    with contextlib.suppress(KeyboardInterrupt):
-        while os.read(0, 4096):
-            pass
+def requests() -> Iterator[str]:
+    """The lines on standard input, until it closes."""
+    buffer = b""
+    while data := os.read(0, 4096):
+        *lines, buffer = (buffer + data).split(b"\n")
+        yield from (line.decode() for line in lines)
+
+
+def serve(keeper: Keeper) -> None:
+    private_mounts()
+    keeper.lay_out()
+    say({"ready": keeper.boot()})
+    for request in requests():
+        if request == "boot":
+            keeper.halt()
+            say({"ready": keeper.boot()})
 
 
 def main(arguments: list[str]) -> int:
-    tree, directory = Path(arguments[0]), Path(arguments[1])
+    tree, directory, layer = map(Path, arguments)
 
     def end(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -282,20 +333,16 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
     lock = claim(directory)
-    keeper = Keeper(tree, directory)
+    keeper = Keeper(tree, directory, layer)
     try:
-        private_mounts()
-        keeper.lay_out()
-        leader = keeper.boot()
-        keeper.furnish(leader)
-        say({"ready": {"leader": leader, "payload": str(keeper.payload(leader))}})
-        wait_for_end()
+        serve(keeper)
     except (KeeperError, OSError, subprocess.CalledProcessError, KeyboardInterrupt) as error:
         say({"error": str(error) or type(error).__name__})
         return 1
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         keeper.tear_down()
+        lock.close()
     return 0
 
 

@@ -28,6 +28,8 @@ Containers
     ct.running  ct.init_pid  ct.host_init_pid  ct.monitor_pid  ct.config  ct.root (a host path)
     ct.processes()                                        pids (of the node) in lxc/VMID and below
     ct.hold(**fields of Holder) -> GpuHolder              a holder inside, see tests/embedded/process.py
+Boots
+    node.reboot()  node.reboot(clean=False)     same files, new boot        VirtualNode(driver=, nvml=, nodes=) variants
 GPUs (the stand-ins of tests/embedded): node.gpus, node.control(KEY=VALUE), node.clear_control(), node.hold(Holder(...))
 Stuck tasks
     with node.frozen() as frozen: ...                     an ext4 that is frozen: touching it is D state; frozen.thaw()
@@ -49,6 +51,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,18 +60,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tests.embedded import process
-from tests.node import build, keeper
+from tests.embedded import process as embedded
 from tests.embedded.node import Gpu
+from tests.node import build, keeper, standin
 from tests.node.install import install_checkout
-from tests.node.standin import GPU_NODES, GpuHolder, GpuStandin
+from tests.node.standin import GPU_NODES, GpuHolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_CGROUP = "user.slice/user-0.slice/session-1.scope"
 PRODUCT = "/usr/lib/pve-gpu-release"
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/root", "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash", "LANG": "C.UTF-8", "TERM": "dumb",
+    "HOME": "/root",
+    "USER": "root",
+    "LOGNAME": "root",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
 }
 
 
@@ -163,18 +171,24 @@ class NodeProcess:
 class VirtualNode:
     """One booted node. Use as a context manager."""
 
-    def __init__(self, suite: str | None = None, *, driver: bool = True, nvml: str = "current") -> None:
-        """`driver` False: a node without NVIDIA. `nvml`: "current", "old" (no _v3 lists) or "none" (library missing)."""
+    def __init__(
+        self, suite: str | None = None, *, driver: bool = True, nvml: str = "current", nodes: bool = True
+    ) -> None:
+        """`driver` False: a node without NVIDIA. `nvml`: "current", "old" (no _v3 lists) or "none" (library missing).
+
+        `nodes` False: no /dev/nvidia* after a boot until somebody runs nvidia-modprobe.
+        """
         self.suite = suite or os.environ.get("PGR_SUITE") or os.environ.get("SUITE") or "bookworm"
         self.name = uuid.uuid4().hex[:8]
         self.driver = driver
         self.nvml = nvml
+        self.nodes = nodes
         self.leader = 0
         self.cgroup_dir = Path()
         self.containers: dict[int, Container] = {}
+        self.standin = standin.GpuStandin(self, driver)
         self._started: list[NodeProcess] = []
         self._keeper: subprocess.Popen[str] | None = None
-        self._directory = Path()
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -182,35 +196,62 @@ class VirtualNode:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def start(self) -> None:
         """Boot; returns when systemd says that it is ready. Raises NodeError with the console's text."""
         tree = build.ensure_tree(self.suite)
-        self._directory = build.cache_root() / "run" / self.name
-        command = [sys.executable, "-I", str(Path(keeper.__file__)), str(tree), str(self._directory)]
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._keeper.stdout
+        if self.driver:
+            standin.create_consoles()
+        with tempfile.TemporaryDirectory(prefix="pgr-layer-") as layer:
+            standin.write_layer(Path(layer), self.driver, self.nvml, self.nodes)
+            directory = build.cache_root() / "run" / self.name
+            command = [sys.executable, "-I", str(Path(keeper.__file__)), str(tree), str(directory), layer]
+            self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._wait_booted()
+
+    def _wait_booted(self) -> None:
+        assert self._keeper and self._keeper.stdout
         answer = json.loads(self._keeper.stdout.readline() or '{"error": "the keeper died"}')
         if "ready" not in answer:
+            self.leader = 0
             with contextlib.suppress(NodeError):
                 self.stop()
             raise NodeError(answer["error"])
         self.leader = answer["ready"]["leader"]
         self.cgroup_dir = Path(answer["ready"]["payload"])
         self._make_cgroup(DEFAULT_CGROUP)
-        self.standin = GpuStandin(self, self.nvml, self.driver)
+
+    def reboot(self, clean: bool = True) -> None:
+        """Boot again with the same files. `clean`: systemd stops everything first; else as after a power failure.
+
+        Holders, processes and the stand-in driver's settings are gone; files, journal and containers' volumes stay.
+        """
+        assert self._keeper and self._keeper.stdin
+        if clean:
+            self.run(["systemctl", "poweroff"], check=False)
+            if not wait_exit(self.leader, 120):
+                raise NodeError("the node did not power off within 120 s")
+        self._end_processes()
+        self._keeper.stdin.write("boot\n")
+        self._keeper.stdin.flush()
+        self._wait_booted()
+
+    def _end_processes(self) -> None:
+        self.standin.close()
+        for process in self._started:
+            process.kill()
+        self._started = []
 
     def stop(self) -> None:
         """Take everything down. Raises NodeError when something would not go."""
         if not self._keeper:
             return
         assert self._keeper.stdin and self._keeper.stdout
-        if self.leader:
-            self.standin.close()
-        for process in self._started:
-            process.kill()
+        self._end_processes()
         self._keeper.stdin.close()
         rest = self._keeper.stdout.read()
         self._keeper.stdout.close()
@@ -238,22 +279,43 @@ class VirtualNode:
         return ["nsenter", *target, "-p", "--", *join, *enter, *(str(word) for word in argv)]
 
     def popen(
-        self, argv: Sequence[str | Path | int], *, env: Mapping[str, str] | None = None, cgroup: str = DEFAULT_CGROUP,
-        cwd: str = "/root", stdin: int = subprocess.PIPE, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE,
+        self,
+        argv: Sequence[str | Path | int],
+        *,
+        env: Mapping[str, str] | None = None,
+        cgroup: str = DEFAULT_CGROUP,
+        cwd: str = "/root",
+        stdin: int = subprocess.PIPE,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
         pass_fds: Sequence[int] = (),
     ) -> NodeProcess:
         """Start a program in the node's namespaces, by default in the cgroup of a login session."""
         popen = subprocess.Popen(
-            self._command(argv, cgroup, cwd), env={**ENVIRONMENT, **(env or {})}, stdin=stdin, stdout=stdout, stderr=stderr,
-            text=True, errors="surrogateescape", start_new_session=True, pass_fds=pass_fds,
+            self._command(argv, cgroup, cwd),
+            env={**ENVIRONMENT, **(env or {})},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            errors="surrogateescape",
+            start_new_session=True,
+            pass_fds=pass_fds,
         )
         process = NodeProcess(popen, self)
         self._started = [*(one for one in self._started if not one.closed), process]
         return process
 
     def run(
-        self, argv: Sequence[str | Path | int], *, check: bool = True, timeout: float = 60, input: str | None = None,  # noqa: A002
-        env: Mapping[str, str] | None = None, cgroup: str = DEFAULT_CGROUP, cwd: str = "/root",
+        self,
+        argv: Sequence[str | Path | int],
+        *,
+        check: bool = True,
+        timeout: float = 60,
+        input: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cgroup: str = DEFAULT_CGROUP,
+        cwd: str = "/root",
     ) -> subprocess.CompletedProcess[str]:
         """Run to the end. NodeError on a status other than 0 (unless check=False) and on a timeout."""
         process = self.popen(argv, env=env, cgroup=cgroup, cwd=cwd)
@@ -273,7 +335,15 @@ class VirtualNode:
 
     def pct_in_daemon(self, *words: str | int, environment: str = "priv") -> int:
         """As the API does it: in a service of its own, output to the task log only. Returns the exit status."""
-        command = ["systemd-run", "--quiet", "--wait", "--collect", f"--setenv=PVE_STANDIN_RPCENV={environment}", "pct", *words]
+        command = [
+            "systemd-run",
+            "--quiet",
+            "--wait",
+            "--collect",
+            f"--setenv=PVE_STANDIN_RPCENV={environment}",
+            "pct",
+            *words,
+        ]
         return self.run(command, check=False, timeout=120).returncode
 
     def pvesh(self, *words: str) -> Any:
@@ -319,7 +389,9 @@ class VirtualNode:
         destination = self.host_path(target)
         destination.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*cache"))
+            shutil.copytree(
+                source, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*cache")
+            )
         else:
             shutil.copy2(source, destination)
 
@@ -327,17 +399,21 @@ class VirtualNode:
 
     def cursor(self) -> str:
         """Where the journal ends now, for `journal(since=...)`."""
-        out = self.run(["journalctl", "--sync"], check=False)
+        self.run(["journalctl", "--sync"], check=False)
         out = self.run(["journalctl", "-n", "0", "--show-cursor", "--quiet"])
         return out.stdout.rpartition("-- cursor: ")[2].strip()
 
     def journal(self, since: str | None = None, **matches: str | int) -> list[dict[str, Any]]:
-        """Entries with all these fields, oldest first, as journalctl's JSON gives them."""
+        """Entries with all these fields, oldest first, as journalctl's JSON gives them.
+
+        (Matched here after a cursor: journalctl 252 skips the first match when the cursor's own entry is none.)
+        """
         self.run(["journalctl", "--sync"], check=False)
-        command = ["journalctl", "-o", "json", "--all", "--quiet", *(f"{key}={value}" for key, value in matches.items())]
+        command = ["journalctl", "-o", "json", "--all", "--quiet"]
+        wanted = {key: str(value) for key, value in matches.items()}
+        command += [f"--after-cursor={since}"] if since else [f"{key}={value}" for key, value in wanted.items()]
         entries = [json.loads(line) for line in self.run(command).stdout.splitlines() if line]
-        # Not --after-cursor: with matches systemd 252 skips the first entry that matches (journalctl.c, next_skip).
-        return [entry for entry in entries if since is None or serial(entry["__CURSOR"]) > serial(since)]
+        return [entry for entry in entries if all(has_value(entry.get(key), value) for key, value in wanted.items())]
 
     def node_pid(self, host_pid: int) -> int:
         """The pid in the node's PID namespace (second level of NSpid counted from the node's own depth)."""
@@ -367,8 +443,12 @@ class VirtualNode:
         return pids[depth - 1]
 
     def _all_host_pids(self) -> list[int]:
-        return [pid for path, _, names in os.walk(self.cgroup_dir) if "cgroup.procs" in names
-                for pid in read_pids(Path(path) / "cgroup.procs")]
+        return [
+            pid
+            for path, _, names in os.walk(self.cgroup_dir)
+            if "cgroup.procs" in names
+            for pid in read_pids(Path(path) / "cgroup.procs")
+        ]
 
     def host_processes(self, cgroup: str) -> list[int]:
         """This machine's pids of everything in a cgroup of the node and below it."""
@@ -414,7 +494,9 @@ class VirtualNode:
         return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
     def wait_unit(self, unit: str, state: str, timeout: float = 20) -> None:
-        self.wait_until(lambda: self.unit(unit, "ActiveState")["ActiveState"] == state, f"{unit} to be {state}", timeout)
+        self.wait_until(
+            lambda: self.unit(unit, "ActiveState")["ActiveState"] == state, f"{unit} to be {state}", timeout
+        )
 
     def tasks(self) -> list[Task]:
         found = []
@@ -445,15 +527,24 @@ class VirtualNode:
     def clear_control(self) -> None:
         self.standin.clear_control()
 
-    def hold(self, holder: process.Holder, *, cgroup: str = "system.slice/job.service", prefix: Sequence[str] = ()) -> GpuHolder:
+    def hold(
+        self, holder: embedded.Holder, *, cgroup: str = "system.slice/job.service", prefix: Sequence[str] = ()
+    ) -> GpuHolder:
         """A process of the host (no container) that holds GPUs."""
         return self.standin.hold(holder, list(prefix), cgroup)
 
     # ---- containers ------------------------------------------------------------------------------------------------
 
     def add_container(
-        self, vmid: int, *, gpus: Sequence[int] = (), how: str = "entry", unprivileged: bool = False, init: str = "systemd",
-        options: Mapping[str, str] | None = None, raw: Sequence[str] = (),
+        self,
+        vmid: int,
+        *,
+        gpus: Sequence[int] = (),
+        how: str = "entry",
+        unprivileged: bool = False,
+        init: str = "systemd",
+        options: Mapping[str, str] | None = None,
+        raw: Sequence[str] = (),
     ) -> Container:
         """Write VMID.conf. `how`: "entry" bind-mounts the nodes (lxc.mount.entry), "dev" uses devN:.
 
@@ -461,8 +552,15 @@ class VirtualNode:
         `raw`: further lines such as "lxc.init.cmd: /nonexistent".
         """
         container = Container(self, vmid)
-        lines = {"arch": "amd64", "hostname": f"ct{vmid}", "memory": "512", "ostype": "debian", "swap": "0",
-                 "rootfs": f"local:{vmid}/vm-{vmid}-disk-0.subvol,size=0T", **(options or {})}
+        lines = {
+            "arch": "amd64",
+            "hostname": f"ct{vmid}",
+            "memory": "512",
+            "ostype": "debian",
+            "swap": "0",
+            "rootfs": f"local:{vmid}/vm-{vmid}-disk-0.subvol,size=0T",
+            **(options or {}),
+        }
         if unprivileged:
             lines["unprivileged"] = "1"
         more = list(raw)
@@ -474,9 +572,13 @@ class VirtualNode:
                 lines |= {f"dev{number}": f"/dev/{name},mode=0666" for number, name in enumerate(nodes)}
             else:
                 more += [f"lxc.mount.entry: /dev/{name} dev/{name} none bind,optional,create=file" for name in nodes]
-                more += [f"lxc.cgroup2.devices.allow: c {major}:{minor} rwm"
-                         for major, minor in (GPU_NODES[name] for name in nodes)]
-        text = "".join(f"{key}: {value}\n" for key, value in sorted(lines.items())) + "".join(f"{line}\n" for line in more)
+                more += [
+                    f"lxc.cgroup2.devices.allow: c {major}:{minor} rwm"
+                    for major, minor in (GPU_NODES[name] for name in nodes)
+                ]
+        text = "".join(f"{key}: {value}\n" for key, value in sorted(lines.items())) + "".join(
+            f"{line}\n" for line in more
+        )
         self.write(container.config_path, text, 0o640)
         self.run(["/usr/bin/python3", "-Es", "-c", WRITE_LXC_CONFIG, vmid])
         self.containers[vmid] = container
@@ -494,10 +596,12 @@ class VirtualNode:
             file_system.close()
 
 
-WRITE_LXC_CONFIG = (
-    "import sys; sys.path.insert(0, '/usr/lib/pve-node'); from pvenode import conf; "
-    "conf.write_lxc_config(conf.load_config(int(sys.argv[1])))"
-)
+WRITE_LXC_CONFIG = """
+import sys
+sys.path.insert(0, "/usr/lib/pve-node")
+from pvenode import conf
+conf.write_lxc_config(conf.load_config(int(sys.argv[1])))
+"""
 
 
 @dataclass
@@ -569,8 +673,9 @@ class Container:
     def attach_command(self, argv: Sequence[str | Path | int], options: Sequence[str] = ()) -> list[str | Path | int]:
         return ["lxc-attach", "-n", self.vmid, *options, "--", *argv]
 
-    def attach(self, argv: Sequence[str | Path | int], *, options: Sequence[str] = (), check: bool = True,
-               timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def attach(
+        self, argv: Sequence[str | Path | int], *, options: Sequence[str] = (), check: bool = True, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         return self.node.run(self.attach_command(argv, options), check=check, timeout=timeout)
 
     def attach_popen(self, argv: Sequence[str | Path | int], *, options: Sequence[str] = ()) -> NodeProcess:
@@ -580,23 +685,33 @@ class Container:
         """Until the monitor is gone and the unit has settled."""
         self.node.wait_until(lambda: not self.running, f"container {self.vmid} to stop", timeout)
         settled = ("inactive", "failed")
-        self.node.wait_until(lambda: self.node.unit(self.unit, "ActiveState")["ActiveState"] in settled,
-                             f"{self.unit} to settle", timeout)
+        self.node.wait_until(
+            lambda: self.node.unit(self.unit, "ActiveState")["ActiveState"] in settled,
+            f"{self.unit} to settle",
+            timeout,
+        )
 
     def wait_booted(self, timeout: float = 30) -> None:
         """Until the container's own systemd has finished booting (needed for a clean shutdown or reboot)."""
         asked = "until systemctl is-system-running --wait 2>&1 | grep -Eq 'running|degraded'; do sleep 0.02; done"
         self.attach(["sh", "-c", asked], timeout=timeout)
 
-    def hold(self, holder: process.Holder | None = None, *, options: Sequence[str] = (), prefix: Sequence[str] = (),
-             cgroup: str | None = None, **spec: Any) -> GpuHolder:
+    def hold(
+        self,
+        holder: embedded.Holder | None = None,
+        *,
+        options: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        cgroup: str | None = None,
+        **spec: Any,
+    ) -> GpuHolder:
         """Run a holder inside, through lxc-attach; returns when all its processes are ready.
 
         `holder` or its fields as keywords (tests/embedded/process.py). `options` are lxc-attach's; `prefix` is put before
         the program (["unshare", "--pid", "--fork", "--mount-proc"] for a nested namespace); `cgroup` (below lxc/VMID/ns,
         e.g. "system.slice/vllm.service") is where the whole family is moved once it is ready.
         """
-        description = holder or process.Holder(**spec)
+        description = holder or embedded.Holder(**spec)
         command = ["lxc-attach", "-n", str(self.vmid), *options, "--", *prefix]
         started = self.node.standin.hold(description, command, DEFAULT_CGROUP)
         if cgroup:
@@ -619,10 +734,13 @@ class FrozenFileSystem:
         image = f"/shared/pgr-node-{self.node.name}.ext4"
         self.node.run(["truncate", "-s", "16M", image])
         self.node.run(["mkfs.ext4", "-q", image])
-        done = subprocess.run(["losetup", "-f", "--show", str(self.node.host_path(image))], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["losetup", "-f", "--show", str(self.node.host_path(image))], capture_output=True, text=True, check=True
+        )
         self.device = done.stdout.strip()
         minor = os.minor(os.stat(self.device).st_rdev)
-        script = f"mkdir -p {self.PATH}; test -e {self.device} || mknod {self.device} b 7 {minor}; mount -t ext4 {self.device} {self.PATH}"
+        make = f"test -e {self.device} || mknod {self.device} b 7 {minor}"
+        script = f"mkdir -p {self.PATH}; {make}; mount -t ext4 {self.device} {self.PATH}"
         self.node.run(["sh", "-ec", script])
 
     def freeze(self) -> None:
@@ -638,6 +756,11 @@ class FrozenFileSystem:
         self.thaw()
         self.node.run(["umount", "-l", self.PATH], check=False)
         subprocess.run(["losetup", "-d", self.device], capture_output=True, check=False)
+
+
+def has_value(field: Any, value: str) -> bool:
+    """A field given several times is a list of them."""
+    return value in field if isinstance(field, list) else value == field
 
 
 def ns_pids(host_pid: int) -> list[int]:
@@ -665,11 +788,6 @@ def tasks_of(host_pid: int) -> list[Path]:
         return list(Path(f"/proc/{host_pid}/task").iterdir())
     except OSError:
         return []
-
-
-def serial(cursor: str) -> int:
-    """The running number in a journal cursor (`i=`)."""
-    return int(next(part[2:] for part in cursor.split(";") if part.startswith("i=")), 16)
 
 
 def read_pids(path: Path) -> list[int]:

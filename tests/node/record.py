@@ -38,8 +38,12 @@ def read_stdin() -> str:
 
 
 def unit_state(vmid: int) -> str:
-    done = subprocess.run(["systemctl", "show", f"pve-container@{vmid}", "--property=ActiveState,SubState", "--value"],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["systemctl", "show", f"pve-container@{vmid}", "--property=ActiveState,SubState", "--value"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return "/".join(done.stdout.split())
 
 
@@ -52,12 +56,22 @@ def describe(vmid: int, name: str) -> dict[str, object]:
     umask = os.umask(0)
     os.umask(umask)
     return {
-        "vmid": vmid, "name": name, "at": time.time(), "ct": pids_below(Path(f"/sys/fs/cgroup/lxc/{vmid}")),
+        "vmid": vmid,
+        "name": name,
+        "at": time.time(),
+        "ct": pids_below(Path(f"/sys/fs/cgroup/lxc/{vmid}")),
         "cgroup": Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip(),
-        "mount_ns": os.readlink("/proc/self/ns/mnt"), "net_ns": os.readlink("/proc/self/ns/net"), "cwd": os.getcwd(),
-        "stdin": read_stdin(), "umask": umask, "environment": dict(os.environ),
-        "parent": Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " "), "lock_free": lock_is_free(vmid),
-        "unit_state": unit_state(vmid), "argv": sys.argv, "ignored": ignored_signals(),
+        "mount_ns": os.readlink("/proc/self/ns/mnt"),
+        "net_ns": os.readlink("/proc/self/ns/net"),
+        "cwd": os.getcwd(),
+        "stdin": read_stdin(),
+        "umask": umask,
+        "environment": dict(os.environ),
+        "parent": Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " "),
+        "lock_free": lock_is_free(vmid),
+        "unit_state": unit_state(vmid),
+        "argv": sys.argv,
+        "ignored": ignored_signals(),
     }
 
 

@@ -1,10 +1,10 @@
 """A hookscript and a drop-in that write down what they saw, and do what a test wants.
 
-    recorder = Recorder(node)
-    recorder.attach(ct)                         # hookscript of ct and drop-in of both container units
-    recorder.on("pre-start", "exit 1")          # shell text run in that phase, after it was recorded
-    recorder.names(129)                         # ["pre-start", "ExecStartPre", "post-start"]
-    recorder.events(129, "post-stop")[0].cgroup
+recorder = Recorder(node)
+recorder.attach(ct)                         # hookscript of ct and drop-in of both container units
+recorder.on("pre-start", "exit 1")          # shell text run in that phase, after it was recorded
+recorder.names(129)                         # ["pre-start", "ExecStartPre", "post-start"]
+recorder.events(129, "post-stop")[0].cgroup
 """
 
 from __future__ import annotations

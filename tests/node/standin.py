@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,13 @@ SANDBOX = f"""[Service]
 BindPaths={STATE}/devices:/proc/devices {STATE}/driver:/proc/driver
 ReadWritePaths={STATE}
 """
+# systemd gives a unit with ProtectKernelTunables= a /proc of its own, in which a real driver's files are and ours are not.
+# The library keeps its state in files, the real one in the kernel.
+SANDBOX_DROP_IN = "etc/systemd/system/pve-gpu-hostd.service.d/90-standin.conf"
+SANDBOX = f"""[Service]
+BindPaths={STATE}/devices:/proc/devices {STATE}/driver:/proc/driver
+ReadWritePaths={STATE}
+"""
 # Virtual consoles and their text device, which nobody else uses (NODE.md 1).
 GPU_NODES = {"nvidia0": (4, 50), "nvidia1": (4, 51), "nvidiactl": (4, 55), "nvidia-uvm": (7, 50)}
 
@@ -48,66 +56,59 @@ class GpuHolder(HolderHandle):
         self.close()
 
 
-class GpuStandin:
-    """Installs the stand-ins into one node and steers them."""
+def write_layer(layer: Path, driver: bool, nvml: str, nodes: bool) -> None:
+    """The files that a node boots with: what /usr/lib/pve-node/gpu-standin and the containers need."""
+    built = embedded_build.artefacts()
+    layer.chmod(0o755)  # it becomes the node's /
+    tools = layer / TOOLS.lstrip("/") / "opt/standin"
+    tools.mkdir(parents=True)
+    shutil.copy2(built.holder, tools / "holder")
+    shutil.copy2(tiny_init(), tools / "tiny-init")
+    if not driver:
+        return
+    write_driver_files(layer / "usr/share/pve-node/gpu")
+    (layer / SANDBOX_DROP_IN).parent.mkdir(parents=True)
+    (layer / SANDBOX_DROP_IN).write_text(SANDBOX)
+    if nodes:
+        (layer / "usr/share/pve-node/gpu/nodes").touch()
+    if nvml != "none":
+        (layer / LIBRARY.lstrip("/")).parent.mkdir(parents=True)
+        shutil.copy2(built.library if nvml == "current" else built.old_library, layer / LIBRARY.lstrip("/"))
 
-    def __init__(self, node: VirtualNode, nvml: str, driver: bool) -> None:
+
+def write_driver_files(share: Path) -> None:
+    (share / "driver/nvidia/gpus").mkdir(parents=True)
+    (share / "devices").write_text(proc_devices(Path("/proc/devices").read_text(), "nvidia"))
+    (share / "gpus").write_text(
+        "".join(f"{g.minor} {g.uuid} {g.pci} {g.total_mib} {g.node} {g.name}\n" for g in DEFAULT_GPUS)
+    )
+    version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER_VERSION}  Release Build\n"
+    (share / "driver/nvidia/version").write_text(version)
+    for gpu in DEFAULT_GPUS:
+        bus = gpu.pci.lower().removeprefix("0000")
+        (share / "driver/nvidia/gpus" / bus).mkdir()
+        (share / "driver/nvidia/gpus" / bus / "information").write_text(gpu_information(gpu, bus))
+
+
+def create_consoles() -> None:
+    """A console exists from its first opening on; nvidia-uvm (vcs50) cannot be opened before that."""
+    for minor in (50, 51, 55):
+        os.close(os.open(f"/dev/tty{minor}", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+
+
+class GpuStandin:
+    """Steers the stand-ins of one node."""
+
+    def __init__(self, node: VirtualNode, driver: bool) -> None:
         self.node = node
         self.gpus: tuple[Gpu, ...] = DEFAULT_GPUS if driver else ()
         self.holders: list[GpuHolder] = []
         self._control: dict[str, str] = {}
-        self._built = embedded_build.artefacts()
-        self._write_state()
-        self._install_tools()
-        if driver:
-            self._make_nodes()
-            self._mount_proc_files()
-            self._install_library(nvml)
 
     def close(self) -> None:
         for holder in self.holders:
             holder.end()
         self.holders.clear()
-
-    # ---- installation ----------------------------------------------------------------------------------------------
-
-    def _write_state(self) -> None:
-        for name in ("alloc", "state", "proc"):
-            self.node.host_path(f"{STATE}/{name}").mkdir(parents=True, exist_ok=True)
-        self.node.host_path(f"{STATE}/alloc").chmod(0o1777)
-        self.node.run(["mount", "-t", "proc", "proc", f"{STATE}/proc"])
-        self.node.write(f"{STATE}/pidns", f"{os.stat(f'/proc/{self.node.leader}/ns/pid').st_ino}\n")
-        self.node.write(f"{STATE}/control", "")
-        lines = [f"{gpu.minor} {gpu.uuid} {gpu.pci} {gpu.total_mib} {gpu.node} {gpu.name}\n" for gpu in self.gpus]
-        self.node.write(f"{STATE}/gpus", "".join(lines))
-
-    def _install_tools(self) -> None:
-        self.node.copy_in(self._built.holder, f"{TOOLS}/opt/standin/holder")
-        self.node.copy_in(tiny_init(), f"{TOOLS}/opt/standin/tiny-init")
-
-    def _make_nodes(self) -> None:
-        """A console exists from its first opening on; nvidia-uvm (vcs50) cannot be opened before that."""
-        script = [f"mknod -m 666 /dev/{name} c {major} {minor}" for name, (major, minor) in GPU_NODES.items()]
-        self.node.run(["sh", "-ec", "; ".join(script)])
-        for minor in (50, 51):
-            os.close(os.open(self.node.host_path(f"/dev/nvidia{minor - 50}"), os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-
-    def _mount_proc_files(self) -> None:
-        self.node.write(f"{STATE}/devices", proc_devices(Path("/proc/devices").read_text(), "nvidia"))
-        script = f"mkdir {STATE}/driver; mount --bind {STATE}/devices /proc/devices; mount --bind {STATE}/driver /proc/driver"
-        self.node.run(["sh", "-ec", script])
-        self.node.write(SANDBOX_DROP_IN, SANDBOX)
-        version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER_VERSION}  Release Build\n"
-        self.node.write("/proc/driver/nvidia/version", version, 0o444)
-        for gpu in self.gpus:
-            bus = gpu.pci.lower().removeprefix("0000")
-            self.node.write(f"/proc/driver/nvidia/gpus/{bus}/information", gpu_information(gpu, bus), 0o444)
-
-    def _install_library(self, nvml: str) -> None:
-        if nvml == "none":
-            return
-        self.node.copy_in(self._built.library if nvml == "current" else self._built.old_library, LIBRARY)
-        self.node.run(["ldconfig"])
 
     # ---- the driver's moods ----------------------------------------------------------------------------------------
 
@@ -137,8 +138,15 @@ class GpuStandin:
         ours, theirs = report_socket()
         log = os.memfd_create("holder-log")
         environment = {"HOLDER_SPEC": holder.spec(), "HOLDER_READY_FD": str(theirs.fileno())}
-        outer = self.node.popen([*prefix, *rename], env=environment, cgroup=cgroup, stdin=subprocess.DEVNULL, stdout=log,
-                                stderr=log, pass_fds=(theirs.fileno(),))
+        outer = self.node.popen(
+            [*prefix, *rename],
+            env=environment,
+            cgroup=cgroup,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(theirs.fileno(),),
+        )
         theirs.close()
         handle = GpuHolder(outer.popen, ours, log, self.node.host_path(f"{STATE}/alloc"))
         handle.outer = outer

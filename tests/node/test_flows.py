@@ -59,7 +59,7 @@ def running_tiny(tiny: Container, recorder: Recorder) -> Container:
 
 
 @pytest.fixture
-def stuck(tiny: Container, recorder: Recorder) -> Iterator["Stuck"]:
+def stuck(tiny: Container, recorder: Recorder) -> Iterator[Stuck]:
     """Container 129 running with a process in D state; thawed at the end at the latest."""
     with tiny.node.frozen() as frozen:
         tiny.node.write(tiny.config_path, tiny.config + "lxc.mount.entry: /frozen frozen none bind,create=dir\n", 0o640)
@@ -142,7 +142,9 @@ def test_pct_shutdown_runs_the_same_phases_as_stop(running: Container, recorder:
     assert settled(recorder, running, STOPPED_NORMALLY) == STOPPED_NORMALLY
 
 
-def test_a_guest_too_slow_for_shutdown_ends_later_and_post_stop_comes_then(running_tiny: Container, recorder: Recorder) -> None:
+def test_a_guest_too_slow_for_shutdown_ends_later_and_post_stop_comes_then(
+    running_tiny: Container, recorder: Recorder
+) -> None:
     (running_tiny.root / "etc/slow").touch()
     began = time.monotonic()
     done = running_tiny.node.pct("shutdown", 129, "--timeout", 1, check=False)
@@ -162,7 +164,9 @@ def test_shutdown_with_force_kills_the_slow_guest(running_tiny: Container, recor
 
 
 @pytest.mark.smoke
-def test_pct_reboot_stops_and_starts_and_pre_start_does_not_wait_for_the_unit(running: Container, recorder: Recorder) -> None:
+def test_pct_reboot_stops_and_starts_and_pre_start_does_not_wait_for_the_unit(
+    running: Container, recorder: Recorder
+) -> None:
     recorder.on("ExecStopPost", "until grep -q pre-start /shared/events.jsonl; do sleep 0.02; done")
     running.reboot()
     names = recorder.names(129)
@@ -246,7 +250,10 @@ def test_lxc_start_by_hand_is_outside_the_unit(ct: Container, recorder: Recorder
 def test_start_debug_uses_another_unit_and_shows_what_post_stop_prints(node: VirtualNode, recorder: Recorder) -> None:
     ct = node.add_container(129)
     ct.hookscript("local:snippets/record")
-    node.write("/etc/systemd/system/pve-container@.service.d/60-record.conf", "[Service]\nExecStartPre=/shared/record %i ExecStartPre\n")
+    node.write(
+        "/etc/systemd/system/pve-container@.service.d/60-record.conf",
+        "[Service]\nExecStartPre=/shared/record %i ExecStartPre\n",
+    )
     node.systemctl("daemon-reload")
     recorder.on("post-stop", "echo seen-in-debug")
     ct.start("--debug")
@@ -260,7 +267,9 @@ def test_start_debug_uses_another_unit_and_shows_what_post_stop_prints(node: Vir
 
 
 @pytest.mark.parametrize("cgroup", ["lxc/129", "lxc/129/ns/x", "lxc.monitor/129"])
-def test_a_leftover_process_makes_the_start_fail_without_saying_why(ct: Container, recorder: Recorder, cgroup: str) -> None:
+def test_a_leftover_process_makes_the_start_fail_without_saying_why(
+    ct: Container, recorder: Recorder, cgroup: str
+) -> None:
     leftover = squatter(ct.node, cgroup)
     done = ct.node.pct("start", 129, check=False)
     assert done.returncode == 255
@@ -276,7 +285,10 @@ def test_a_leftover_process_makes_the_start_fail_without_saying_why(ct: Containe
 
 def test_a_drop_in_that_kills_the_cgroup_first_makes_the_start_work(ct: Container, recorder: Recorder) -> None:
     leftover = squatter(ct.node, "lxc/129")
-    recorder.on("ExecStartPre", "echo 1 > /sys/fs/cgroup/lxc/$1/cgroup.kill; while grep -q 'populated 1' /sys/fs/cgroup/lxc/$1/cgroup.events; do :; done")
+    recorder.on(
+        "ExecStartPre",
+        "cd /sys/fs/cgroup/lxc/$1; echo 1 > cgroup.kill; while grep -q 'populated 1' cgroup.events; do :; done",
+    )
     ct.start()
     assert recorder.names(129) == STARTED_NORMALLY
     leftover.kill()
@@ -292,7 +304,9 @@ def test_an_attached_process_dies_with_the_container(running: Container, recorde
     assert stop_post(recorder).ct == 0
 
 
-def test_a_process_attached_without_the_pid_namespace_never_enters_the_cgroup(running: Container, recorder: Recorder) -> None:
+def test_a_process_attached_without_the_pid_namespace_never_enters_the_cgroup(
+    running: Container, recorder: Recorder
+) -> None:
     attached = running.attach_popen(["sleep", "infinity"], options=["-s", "MOUNT|NETWORK|IPC|UTSNAME"])
     running.node.wait_until(lambda: attached.host_pid, "the attached process")
     assert running.node.processes("lxc/129/ns/.lxc") == []
@@ -303,7 +317,9 @@ def test_a_process_attached_without_the_pid_namespace_never_enters_the_cgroup(ru
 
 
 @pytest.mark.parametrize("cgroup", ["lxc/129", "lxc/129/ns/x"])
-def test_a_foreign_process_in_the_cgroup_survives_the_stop_unnoticed(running: Container, recorder: Recorder, cgroup: str) -> None:
+def test_a_foreign_process_in_the_cgroup_survives_the_stop_unnoticed(
+    running: Container, recorder: Recorder, cgroup: str
+) -> None:
     foreign = squatter(running.node, cgroup)
     done = running.stop()
     assert done.stdout + done.stderr == "" and running.node.tasks()[-1].status == "TASK OK"
@@ -319,12 +335,16 @@ def test_pct_reboot_with_a_foreign_process_leaves_the_container_down(running: Co
     done = running.node.pct("reboot", 129, check=False)
     assert done.returncode == 255 and not running.running
     names = settled(recorder, running, [""] * 6)
-    assert sorted(names) == sorted(["pre-stop", "post-stop", "pre-start", "ExecStopPost", "ExecStartPre", "ExecStopPost"])
+    assert sorted(names) == sorted(
+        ["pre-stop", "post-stop", "pre-start", "ExecStopPost", "ExecStartPre", "ExecStopPost"]
+    )
     foreign.kill()
 
 
 @pytest.mark.smoke
-def test_reboot_from_inside_with_a_foreign_process_leaves_it_silently_down(running: Container, recorder: Recorder) -> None:
+def test_reboot_from_inside_with_a_foreign_process_leaves_it_silently_down(
+    running: Container, recorder: Recorder
+) -> None:
     foreign = squatter(running.node, "lxc/129")
     running.attach(["systemctl", "reboot"], check=False)
     assert settled(recorder, running, [""] * 3) == ["ExecStopPost", "ExecStartPre", "ExecStopPost"]
@@ -367,11 +387,17 @@ def sigkill_pending(pid: int) -> bool:
     return any(int(line.split()[1], 16) & 1 << signal.SIGKILL - 1 for line in lines)
 
 
-@pytest.mark.parametrize(("words", "afterwards"), [
-    (["shutdown", "129", "--timeout", "1", "--forceStop", "1"], STOPPED_NORMALLY),
-    (["reboot", "129", "--timeout", "1"], STOPPED_NORMALLY),
-], ids=["shutdown", "reboot"])
-def test_other_stops_give_up_on_a_stuck_task(stuck: Stuck, recorder: Recorder, words: list[str], afterwards: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "afterwards"),
+    [
+        (["shutdown", "129", "--timeout", "1", "--forceStop", "1"], STOPPED_NORMALLY),
+        (["reboot", "129", "--timeout", "1"], STOPPED_NORMALLY),
+    ],
+    ids=["shutdown", "reboot"],
+)
+def test_other_stops_give_up_on_a_stuck_task(
+    stuck: Stuck, recorder: Recorder, words: list[str], afterwards: list[str]
+) -> None:
     done = stuck.container.node.pct(*words, check=False)
     assert done.returncode == 255
     assert "failed: got timeout" in done.stdout and "container did not stop" in done.stderr
@@ -415,8 +441,12 @@ def test_systemctl_stop_with_a_stuck_task_takes_twice_the_limit(stuck: Stuck, re
 def busy(container: Container) -> NodeProcess:
     """A process in the monitor's mount namespace with its working directory on the root file system."""
     rootfs = f"/var/lib/lxc/{container.vmid}/rootfs"
-    process = container.node.popen(["nsenter", "-t", container.monitor_pid, "-m", "sh", "-c", f"cd {rootfs} && exec sleep infinity"])
-    container.node.wait_until(lambda: "sleep" in container.node.read(f"/proc/{process.pid}/comm"), "the sleep in the root file system")
+    process = container.node.popen(
+        ["nsenter", "-t", container.monitor_pid, "-m", "sh", "-c", f"cd {rootfs} && exec sleep infinity"]
+    )
+    container.node.wait_until(
+        lambda: "sleep" in container.node.read(f"/proc/{process.pid}/comm"), "the sleep in the root file system"
+    )
     return process
 
 
@@ -452,7 +482,9 @@ def test_pct_stop_waits_as_long_as_a_hung_post_stop(running_tiny: Container, rec
     assert settled(recorder, running_tiny, STOPPED_NORMALLY) == STOPPED_NORMALLY
 
 
-def test_systemctl_stop_kills_the_monitor_of_a_hung_post_stop_but_not_the_hook(running_tiny: Container, recorder: Recorder) -> None:
+def test_systemctl_stop_kills_the_monitor_of_a_hung_post_stop_but_not_the_hook(
+    running_tiny: Container, recorder: Recorder
+) -> None:
     recorder.drop_in("TimeoutStopSec=1\n")
     recorder.on("post-stop", "exec sleep 1000")
     running_tiny.node.systemctl("stop", running_tiny.unit, check=False)
@@ -559,7 +591,10 @@ def test_a_task_of_the_daemon_runs_in_its_service_and_speaks_only_to_the_log(ct:
 
 
 def test_output_goes_to_terminal_and_log_unchanged(ct: Container, recorder: Recorder) -> None:
-    recorder.on("post-start", "printf 'out\\033[31m\\377\\n'; echo err >&2; head -c 1000000 /dev/zero; head -c 1000000 /dev/zero >&2; printf unfinished")
+    recorder.on(
+        "post-start",
+        "printf 'out\\033[31m\\377\\n'; echo err >&2; head -c 1M /dev/zero; head -c 1M /dev/zero >&2; printf unfinished",
+    )
     done = ct.start()
     assert len(done.stdout) > 2000000 and "out\x1b[31m\udcff\n" in done.stdout and "err\n" in done.stdout
     assert ct.node.tasks()[-1].log.endswith("\nTASK OK\n")
@@ -578,7 +613,9 @@ def test_a_background_child_that_keeps_an_output_holds_the_phase(ct: Container, 
     assert pct.wait() == 0
 
 
-def test_a_background_child_without_outputs_ends_with_the_task_unless_in_a_session_of_its_own(ct: Container, recorder: Recorder) -> None:
+def test_a_background_child_without_outputs_ends_with_the_task_unless_in_a_session_of_its_own(
+    ct: Container, recorder: Recorder
+) -> None:
     recorder.on("post-start", "sleep 1000 <&- >&- 2>&- & setsid sleep 1000 <&- >&- 2>&- & echo")
     ct.start()
     left = ct.node.run(["pgrep", "-x", "sleep"]).stdout.split()
@@ -590,7 +627,9 @@ def test_a_background_child_without_outputs_ends_with_the_task_unless_in_a_sessi
 def test_a_failing_pre_start_aborts_the_start(ct: Container, recorder: Recorder, script: str, reason: str) -> None:
     recorder.on("pre-start", script)
     done = ct.node.pct("start", 129, check=False)
-    expected = f"hookscript error for 129 on pre-start: command '/var/lib/vz/snippets/record 129 pre-start' failed: {reason}"
+    expected = (
+        f"hookscript error for 129 on pre-start: command '/var/lib/vz/snippets/record 129 pre-start' failed: {reason}"
+    )
     assert done.returncode == 255 and expected in done.stderr
     assert recorder.names(129) == ["pre-start"]
     assert ct.node.tasks()[-1].status == f"TASK ERROR: {expected}"
@@ -606,14 +645,18 @@ def test_other_failing_phases_only_warn_and_post_stop_not_even_that(ct: Containe
     assert [task.status for task in ct.node.tasks()] == ["TASK OK", "TASK OK"]
 
 
-@pytest.mark.parametrize(("content", "mode", "reason"), [
-    (None, 0o755, "script 'local:snippets/record' does not exist"),
-    ("", 0o644, "script 'local:snippets/record' is not executable"),
-    ("#!/bin/sh\r\n", 0o755, "open3: exec of"),
-    ("#!/nonexistent\n", 0o755, "open3: exec of"),
-    ("echo without shebang $2 >> /shared/plain\n", 0o755, None),
-    ("", 0o755, None),
-], ids=["missing", "not executable", "CRLF", "no interpreter", "no shebang", "empty"])
+@pytest.mark.parametrize(
+    ("content", "mode", "reason"),
+    [
+        (None, 0o755, "script 'local:snippets/record' does not exist"),
+        ("", 0o644, "script 'local:snippets/record' is not executable"),
+        ("#!/bin/sh\r\n", 0o755, "open3: exec of"),
+        ("#!/nonexistent\n", 0o755, "open3: exec of"),
+        ("echo without shebang $2 >> /shared/plain\n", 0o755, None),
+        ("", 0o755, None),
+    ],
+    ids=["missing", "not executable", "CRLF", "no interpreter", "no shebang", "empty"],
+)
 def test_odd_scripts(ct: Container, content: str | None, mode: int, reason: str | None) -> None:
     path = "/var/lib/vz/snippets/record"
     ct.node.remove(path)
@@ -650,6 +693,6 @@ def test_an_unprivileged_container_behaves_the_same(node: VirtualNode, recorder:
 def test_pct_set_waits_for_the_lock_and_gives_up(ct: Container) -> None:
     holder = ct.node.popen(["flock", "/run/lock/lxc/pve-config-129.lock", "-c", "echo locked; exec sleep 1000"])
     assert holder.popen.stdout and holder.popen.stdout.readline() == "locked\n"
-    with pytest.raises(NodeError, match="can't lock file '/run/lock/lxc/pve-config-129.lock' - got timeout"):
+    with pytest.raises(NodeError, match=r"can't lock file '/run/lock/lxc/pve-config-129.lock' - got timeout"):
         ct.node.pct("set", 129, "-onboot", "1")
     holder.kill()

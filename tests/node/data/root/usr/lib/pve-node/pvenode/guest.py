@@ -131,7 +131,12 @@ def wait_until_unit_stops(vmid: int) -> None:
     """Proxmox's own pace: its pre-start comes some 80 ms after the monitor's exit, when systemd has noticed that."""
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
-        if run_command(["systemctl", "show", f"pve-container@{vmid}", "--property=SubState", "--value"], keep_stdout=True) != b"running\n":
+        if (
+            run_command(
+                ["systemctl", "show", f"pve-container@{vmid}", "--property=SubState", "--value"], keep_stdout=True
+            )
+            != b"running\n"
+        ):
             return
         time.sleep(0.01)
 

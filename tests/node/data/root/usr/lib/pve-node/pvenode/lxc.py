@@ -44,8 +44,9 @@ def is_running(vmid: int) -> bool:
 
 
 def init_pid(vmid: int) -> int:
-    done = subprocess.run(["lxc-info", "-n", str(vmid), "-p", "-H"], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        ["lxc-info", "-n", str(vmid), "-p", "-H"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     if done.returncode or not done.stdout.strip().isdigit():
         raise PveError(f"unable to get PID for CT {vmid} (not running?)")
     return int(done.stdout)
@@ -80,8 +81,14 @@ def start_monitord() -> None:
     read_end, write_end = os.pipe()
     os.set_inheritable(write_end, True)
     try:
-        subprocess.Popen([MONITORD, LXC_PATH, str(write_end)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                         stderr=subprocess.DEVNULL, close_fds=False, start_new_session=True)
+        subprocess.Popen(
+            [MONITORD, LXC_PATH, str(write_end)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            close_fds=False,
+            start_new_session=True,
+        )
     finally:
         os.close(write_end)
     select.select([read_end], [], [], 5)
@@ -115,7 +122,7 @@ def wait_for_start(connection: socket.socket, vmid: int, timeout: float = 10) ->
         buffer += data
         while len(buffer) >= MESSAGE.size:
             kind, name, value = MESSAGE.unpack_from(buffer)
-            buffer = buffer[MESSAGE.size:]
+            buffer = buffer[MESSAGE.size :]
             if kind != 0 or name.split(b"\0")[0] != str(vmid).encode():
                 continue
             if STATES[value] == "RUNNING":

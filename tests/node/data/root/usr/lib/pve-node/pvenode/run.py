@@ -19,13 +19,17 @@ class PveError(Exception):
     """The text that Proxmox would print."""
 
 
-class Interrupted(PveError):
+class InterruptError(PveError):
     pass
 
 
 def quoted(argv: list[str]) -> str:
-    return " ".join(arg if arg.replace("-", "").replace("/", "").replace(".", "").replace("@", "").replace(
-        "_", "").isalnum() else "'" + arg.replace("'", "'\\''") + "'" for arg in argv)
+    return " ".join(
+        arg
+        if arg.replace("-", "").replace("/", "").replace(".", "").replace("@", "").replace("_", "").isalnum()
+        else "'" + arg.replace("'", "'\\''") + "'"
+        for arg in argv
+    )
 
 
 @contextmanager
@@ -33,7 +37,7 @@ def interruptible() -> Iterator[None]:
     """TERM, INT and HUP end what is being waited for with "received interrupt"."""
 
     def raise_it(_signum: int, _frame: FrameType | None) -> None:
-        raise Interrupted("received interrupt")
+        raise InterruptError("received interrupt")
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, raise_it) for number in signals}
@@ -52,20 +56,28 @@ def spawn(argv: list[str], stdin: int = subprocess.PIPE) -> subprocess.Popen[byt
     def child_signals() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
-    options = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(),
-               "preexec_fn": child_signals, "restore_signals": False}
+    options = {
+        "stdin": stdin,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "env": environment(),
+        "preexec_fn": child_signals,
+        "restore_signals": False,
+    }
     try:
         return subprocess.Popen(argv, **options)  # type: ignore[call-overload,no-any-return]
     except OSError as error:
         if error.errno == errno.ENOEXEC:  # no #!: execvp falls back to the shell
             return subprocess.Popen(["/bin/sh", *argv], **options)  # type: ignore[call-overload,no-any-return]
-        raise PveError(f"open3: exec of {' '.join(argv)} failed: {os.strerror(error.errno or 0)} at "
-                       "/usr/share/perl5/PVE/Cmd.pm line 174.") from error
+        raise PveError(
+            f"open3: exec of {' '.join(argv)} failed: {os.strerror(error.errno or 0)} at "
+            "/usr/share/perl5/PVE/Cmd.pm line 174."
+        ) from error
 
 
 def write_all(fd: int, data: bytes) -> None:
     while data:
-        data = data[os.write(fd, data):]
+        data = data[os.write(fd, data) :]
 
 
 def copy_outputs(process: subprocess.Popen[bytes], deadline: float | None, keep: bool) -> bytes:
