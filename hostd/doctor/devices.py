@@ -79,7 +79,12 @@ def whose(major: int, owners: dict[int, str]) -> str:
 
 def kind_of(mode: int) -> str:
     """A file type in words."""
-    names = ((stat.S_ISREG, "a regular file"), (stat.S_ISDIR, "a directory"), (stat.S_ISBLK, "a block device"))
+    names = (
+        (stat.S_ISREG, "a regular file"),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISBLK, "a block device"),
+        (stat.S_ISLNK, "a symbolic link"),
+    )
     return next((name for test, name in names if test(mode)), "something else")
 
 
