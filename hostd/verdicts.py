@@ -40,7 +40,24 @@ _ROWS = (
         0,
         "container {vmid}: no holder is left; the memory was NOT verified ({detail}), as --no-verify-memory accepts",
     ),
+    Reason("gpu-free", R, 0, "{gpus} is free: {free} of memory, no stale holder"),
+    Reason("gpu-not-ours", R, 0, "{gpus} is bound to {driver}: not ours, nothing of any container is on it"),
+    Reason("gpu-idle", R, 0, "no container has {gpus} open"),
     # --- held, 3 ---
+    Reason(
+        "gpu-in-use",
+        H,
+        3,
+        "{gpus} has {free} of free memory, {wanted} wanted; in use by {holders}",
+        "pve-gpu-release ps shows who they are",
+    ),
+    Reason(
+        "gpu-host-holds",
+        H,
+        3,
+        "no container has {gpus} open any more, but the host has: {others}",
+        "stop them before the GPU is handed over: {others}",
+    ),
     Reason(
         "holders-present",
         H,
@@ -67,6 +84,13 @@ _ROWS = (
         H,
         3,
         "container {vmid}: {holders} opened {gpus} after the memory had been verified",
+        "pve-gpu-release {vmid}",
+    ),
+    Reason(
+        "container-restarted",
+        H,
+        3,
+        "container {vmid} was started again during the release: {holders} of the new run hold {gpus} and were left alone",
         "pve-gpu-release {vmid}",
     ),
     Reason(
@@ -116,11 +140,26 @@ _ROWS = (
         "release the other owner: {others}",
     ),
     Reason(
+        "held-by-rest",
+        H,
+        6,
+        "container {vmid}: what was selected is gone, but its memory on {gpus} is kept by {holders} of the same "
+        "container, which inherited it",
+        "pve-gpu-release {vmid}",
+    ),
+    Reason(
         "taken-over",
         H,
         6,
         "container {vmid}: its memory on {gpus} went over to {others} (CUDA IPC importer), which was not touched",
         "release the other owner: {others}",
+    ),
+    Reason(
+        "gpu-stale",
+        H,
+        6,
+        "{gpus}: {ghost} still in use by {holders}",
+        "pve-gpu-release doctor; pve-gpu-release ps shows whose it may be",
     ),
     # --- unknown, 4 ---
     Reason(

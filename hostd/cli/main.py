@@ -11,6 +11,7 @@ VERBS = {
     "verify": "judge only, no action",
     "map": "container pid -> host pid",
     "status": "daemon, driver, GPUs, holders, last releases (--watch: live)",
+    "wait": "until a GPU, or what a container holds, is free",
     "log": "the audit trail from the journal",
     "explain": "one release as a story",
     "check-config": "check the configuration file",
