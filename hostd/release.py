@@ -15,7 +15,19 @@ from dataclasses import dataclass, field, replace
 from hostd.cancel import Cancel
 from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, RefusedError
 from hostd.events import Listener, Silent
-from hostd.judge import Case, Judgement, Selection, baseline_of, driver_silence, excess_mib, gpu_text, judge
+from hostd.judge import (
+    Case,
+    Handover,
+    Judgement,
+    Selection,
+    baseline_of,
+    driver_silence,
+    excess_mib,
+    gpu_text,
+    handovers,
+    judge,
+    of_new_run,
+)
 from hostd.ladder import Options, Resume, Rung, rungs_for
 from hostd.lock import RUN_DIR
 from hostd.model import (
@@ -86,9 +98,12 @@ class _State:
     asked: set[ProcessRef] = field(default_factory=set)
     """Holders whose supervisor has begun to stop them."""
     killed: set[ProcessRef] = field(default_factory=set)
-    exited: set[ProcessRef] = field(default_factory=set)
     respawned: set[ProcessRef] = field(default_factory=set)
     stuck: list[Stuck] = field(default_factory=list)
+    """Of the targets that SIGKILL did not end while nothing moved."""
+    asked_last: Observation | None = None
+    """The last look at which the driver was asked."""
+    handovers: list[Handover] = field(default_factory=list)
     first_signal_ticks: int | None = None
     falling: bool = False
     restless: bool = False
@@ -137,6 +152,11 @@ class Release:
             self.report.started = resume.started or self.report.started
             self.report.rungs += resume.rungs
         self._begun_s = time.monotonic()
+        self._begun_ticks = boot_ticks_now()
+        self._new_run_ticks: int | None = None
+        """Start of an init that the container did not have when the release began: what is of its run is left alone."""
+        self._climbing: tuple[_State, Observation] | None = None
+        """What an interruption can report."""
 
     # --- the climb ---------------------------------------------------------------------------------------------------
 
@@ -159,19 +179,26 @@ class Release:
         return self.report
 
     def _run(self) -> None:
-        first = self.observer.look()
-        state = _State(first, self._begun_s, self._begun_s + self.options.limits.timeout_s)
+        limits = self.options.limits
+        # A driver that hangs may take a part of the time only: what comes after needs some, too.
+        first = self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
+        state = _State(first, self._begun_s, self._begun_s + limits.timeout_s)
+        state.asked_last = first
+        self._climbing = state, first
         self._check_exists(first)
         self._select(first)
         holders = self._selected(first)
-        state.minors |= {m for h in holders for m in h.gpus}
+        state.minors |= self._minors_of(holders) | ((self.selection.minors or frozenset()) & self.subject.own_minors)
         if self.resume is not None:
             state.minors |= self.resume.minors
         self.report.was_held = bool(holders) or (self.resume is not None and self.resume.was_held)
         self.listener.observed(self.report, first, holders)
         work = self._targets(first) or self._dying(first) or (self.resume and self.resume.was_held)
-        if self.options.dry_run or not work:
+        if self.options.dry_run:
             self._conclude(state, first)
+            return
+        if not work:
+            self._conclude(state, self._probe_old_ghosts(state, first))
             return
         self._refuse_init(first)
         self.xids = XidWatch()
@@ -188,17 +215,19 @@ class Release:
                     continue
                 if self._time_is_up(state) or self._is_told_to_stop(state, observation):
                     break
-                all_dead = self._rung(state, rung, targets, observation)
-                observation = self._look(state, nvml=all_dead)
+                self._rung(state, rung, targets, observation)
+                observation = self._look(state, nvml=self._is_driver_answering(state))
             if self._targets(observation):
                 fresh = any(h.ref not in state.killed for h in self._targets(observation))
                 if fresh and not self._time_is_up(state) and state.xid is None:
                     continue
                 break
             observation = self._drain(state, observation)
-            observation = self._settle(state, observation)
+            settled = self._settle(state, observation)
+            if settled is not observation:  # others may have allocated between the driver's lists and its figures
+                observation = self._drain(state, settled)
             if not self._targets(observation) or self._time_is_up(state):
-                return observation
+                return self._probe_old_ghosts(state, observation)
         else:
             state.restless = True
         return self._look(state, nvml=True)
@@ -250,8 +279,8 @@ class Release:
             record.waited_ms = round((time.monotonic() - begun_s) * 1000)
             self.listener.rung_done(self.report, record)
 
-    def _rung(self, state: _State, rung: Rung, targets: list[Holder], observation: Observation) -> bool:
-        """Signals, waits and records one rung; True when every target is dead."""
+    def _rung(self, state: _State, rung: Rung, targets: list[Holder], observation: Observation) -> None:
+        """Signals, waits and records one rung."""
         self.cancel.check()  # not after the intent is written: whoever goes on would take the signals for sent
         record = RungRecord(rung.step, self._now_ms(), [h.process.pid for h in targets])
         self.report.rungs.append(record)
@@ -264,20 +293,24 @@ class Release:
             pins = self._signal(state, rung, record, targets)
         begun_s = time.monotonic()
         gauge = MemoryGauge(self.sources, self._uuids(state))
+        patience = self._patience(state, rung)
         try:
-            alive = self._wait(state, rung, pins, gauge, observation, record)
+            alive = self._wait(rung, pins, patience, gauge, observation, record)
         finally:
             record.waited_ms = round((time.monotonic() - begun_s) * 1000)
             gauge.settle()
             record.gone += sum(1 for pin in pins if pin.gone())
             for pin in pins:
-                if pin.gone():
-                    state.exited.add(pin.ref)
                 pin.close()
-        if alive and rung.step in (Step.KILL, Step.CGROUP_KILL):
-            state.stuck = stuck_tasks(self.sources.procfs, [pin.ref for pin in alive])
+        if rung.step in (Step.KILL, Step.CGROUP_KILL) and not patience.moving:
+            state.stuck += stuck_tasks(self.sources.procfs, [pin.ref for pin in alive])
         self.listener.rung_done(self.report, record)
-        return not alive
+
+    def _patience(self, state: _State, rung: Rung) -> Patience:
+        deadline_s = state.deadline_s
+        if rung.step in (Step.TERM, Step.STOP_UNIT):  # leave time for KILL and the driver, however busy they look
+            deadline_s = min(deadline_s, state.begun_s + self.options.limits.timeout_s / 2)
+        return Patience(rung.grace_s, deadline_s)
 
     def _deal_with_units(
         self, state: _State, rung: Rung, record: RungRecord, targets: Iterable[Holder]
@@ -298,48 +331,54 @@ class Release:
             state.dealt[holder.ref] = holder
             if ask:
                 state.asked.add(holder.ref)
-            pin = Pinned.pin(holder.ref, self.observer.recheck)
-            if pin is None:
-                record.gone += 1
-                state.exited.add(holder.ref)
-            else:
+            pin = self._pin(holder, record)
+            if pin is not None:
                 pins.append(pin)
         return pins
 
+    def _pin(self, holder: Holder, record: RungRecord) -> Pinned | None:
+        """None: it is gone, or its pid is another's, or the container's no more; or it cannot be held (noted)."""
+        try:
+            pin = Pinned.pin(holder.ref, self.observer.recheck)
+        except OSError as exc:
+            record.note = f"cannot hold pid {holder.process.pid}: {exc.strerror or exc}"
+            return None
+        if pin is None:
+            record.gone += 1
+        return pin
+
     def _signal(self, state: _State, rung: Rung, record: RungRecord, targets: Iterable[Holder]) -> list[Pinned]:
         """Pin, check, act: a target whose identity or owner has changed since the look is left alone."""
-        pins: list[Pinned] = []
+        pins: list[tuple[Pinned, Holder]] = []
+        room = spare_descriptors()
         for holder in targets:
-            pin = Pinned.pin(holder.ref, self.observer.recheck)
-            if pin is None:
-                record.gone += 1
-                state.exited.add(holder.ref)
-                continue
-            pins.append(pin)
-        for pin in pins:
-            holder = next(h for h in targets if h.ref == pin.ref)
+            if len(pins) >= room:
+                record.note = f"only {room} processes can be held at a time, the rest follows"
+                break
+            pin = self._pin(holder, record)
+            if pin is not None:
+                pins.append((pin, holder))
+        for pin, holder in pins:
             state.dealt[holder.ref] = holder
-            if rung.step is Step.TERM and holder.ref in self._termed:
-                continue  # an attempt that was cut off has sent it: a second TERM means "at once" to many programs
-            if self.effects.send(pin, SIGNALS[rung.step]):
-                record.sent += 1
             if rung.step is Step.KILL:
                 state.killed.add(holder.ref)
-        return pins
+            if rung.step is Step.TERM and holder.ref in self._termed:
+                continue  # an attempt that was cut off has sent it: a second TERM means "at once" to many programs
+            try:
+                record.sent += self.effects.send(pin, SIGNALS[rung.step])
+            except OSError as exc:
+                record.note = f"cannot signal pid {holder.process.pid}: {exc.strerror or exc}"
+        return [pin for pin, _ in pins]
 
     def _wait(
         self,
-        state: _State,
         rung: Rung,
         pins: list[Pinned],
+        patience: Patience,
         gauge: MemoryGauge,
         observation: Observation,
         record: RungRecord,
     ) -> list[Pinned]:
-        deadline_s = state.deadline_s
-        if rung.step in (Step.TERM, Step.STOP_UNIT):  # leave time for KILL and the driver, however busy they look
-            deadline_s = min(deadline_s, state.begun_s + self.options.limits.timeout_s / 2)
-
         def tell(alive: Sequence[Pinned], used_mib: int | None) -> None:
             memory = f", {used_mib:,} MiB still in use" if used_mib is not None else ""
             names = ", ".join(str(pin.ref.pid) for pin in alive[:4]) + (" ..." if len(alive) > 4 else "")
@@ -356,7 +395,7 @@ class Release:
 
         return wait_for_exits(
             pins,
-            Patience(rung.grace_s, deadline_s),
+            patience,
             gauge,
             self.cancel,
             cpu_ticks=self.sources.procfs.cpu_ticks if rung.step in (Step.KILL, Step.CGROUP_KILL) else None,
@@ -388,8 +427,9 @@ class Release:
             if any(self._burns(h.process.pid, ticks) for h in dying):
                 patience.progressed()
             if patience.stalled:
-                state.stuck += stuck_tasks(self.sources.procfs, [h.ref for h in dying])
-                state.falling = patience.last_progress_s + 1.0 > time.monotonic()
+                state.falling = patience.moving
+                if not patience.moving:
+                    state.stuck += stuck_tasks(self.sources.procfs, [h.ref for h in dying])
                 break
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
@@ -400,6 +440,43 @@ class Release:
                 patience.progressed()
             observation = self._look(state, nvml=True)
         return observation
+
+    def _probe_old_ghosts(self, state: _State, observation: Observation) -> Observation:
+        """Waits for ghost memory from before on a GPU that nobody else is on, as long as it falls: whoever held it may
+        have been ended a moment before us."""
+        patience = Patience(min(OLD_GHOST_GRACE_S, self.options.limits.drain_grace_s), state.deadline_s)
+        gauge = MemoryGauge(self.sources, self._uuids(state))
+        lowest: int | None = None
+        while self._old_ghost_mib(state, observation) and not self._targets(observation):
+            self.cancel.check()
+            total = self._old_ghost_mib(state, observation)
+            if lowest is not None and total < lowest:
+                patience.progressed()
+            lowest = total if lowest is None else min(lowest, total)
+            if patience.stalled:
+                state.falling = state.falling or patience.moving
+                break
+            if self._sample(gauge, PAUSE_MAX_S):
+                patience.progressed()
+            observation = self._look(state, nvml=True)
+        return observation
+
+    def _old_ghost_mib(self, state: _State, observation: Observation) -> int:
+        """MiB of ghost memory that is no more than it was before, on the GPUs that nobody else is attached to."""
+        total = 0
+        for gpu in observation.gpus:
+            minor = gpu.info.minor
+            ghost, baseline = gpu.ghost_mib, baseline_of(minor, state.first, self._baseline)
+            if minor not in state.minors | self._own_minors() or gpu.foreign_clients or not ghost or not baseline:
+                continue
+            if min(ghost, baseline) > gpu.tolerance_mib:
+                total += ghost
+        return total
+
+    def _own_minors(self) -> frozenset[int]:
+        """The GPUs of the configuration, as far as they are selected."""
+        wanted = self.selection.minors
+        return self.subject.own_minors if wanted is None else self.subject.own_minors & wanted
 
     def _burns(self, pid: int, ticks: dict[int, int]) -> bool:
         now = self.sources.procfs.cpu_ticks(pid) or 0
@@ -418,9 +495,7 @@ class Release:
 
     def _sample(self, gauge: MemoryGauge, pause_s: float) -> bool:
         """Waits a moment and samples memory; True when it has fallen."""
-        import select
-
-        select.select([self.cancel.fileno()], [], [], pause_s)
+        wait_readable(self.cancel.fileno(), pause_s)
         gauge.ask()
         fd = gauge.fileno()
         if fd is None:
@@ -444,10 +519,8 @@ class Release:
         if self._targets(observation) or not self._restarters(state) or settle_s <= 0:
             return observation
         end_s = min(time.monotonic() + settle_s, state.deadline_s)
-        import select
-
         while time.monotonic() < end_s and not self.cancel.requested:
-            select.select([self.cancel.fileno()], [], [], 0.05)
+            wait_readable(self.cancel.fileno(), 0.05)
             looked = self._look(state, nvml=False)
             if self._targets(looked):
                 return looked
@@ -474,10 +547,15 @@ class Release:
     # --- looking and choosing ----------------------------------------------------------------------------------------
 
     def _look(self, state: _State, *, nvml: bool) -> Observation:
-        observation = self.observer.look(nvml=nvml)
+        limits = self.options.limits
+        left_s = max(LAST_LOOK_S, state.deadline_s - time.monotonic())
+        observation = self.observer.look(nvml=nvml, nvml_deadline_s=min(limits.nvml_deadline_s, left_s))
+        self._climbing = state, observation
+        self._note_new_run(state, observation)
+        self._note_handovers(state, observation)
         holders = self._selected(observation)
-        state.minors |= {m for h in holders for m in h.gpus}
-        fresh = [h for h in holders if h.ref not in state.dealt and h.targetable]
+        state.minors |= self._minors_of(h for h in holders if not of_new_run(h, self._new_run_ticks))
+        fresh = [h for h in self._targets(observation) if h.ref not in state.dealt]
         since = state.first_signal_ticks
         state.respawned |= {h.ref for h in fresh if since is not None and h.process.start_time >= since}
         self.lineage.note(fresh)
@@ -486,11 +564,44 @@ class Release:
             self.listener.observed(self.report, observation, holders)
         return observation
 
+    def _note_new_run(self, state: _State, observation: Observation) -> None:
+        """The container was started again: an init that is younger than this release (DESIGN 4, "Killing by cgroup
+        never hits a new incarnation"; no signal does)."""
+        init = observation.init
+        if init is not None and init != state.first.init and init.start_time >= self._begun_ticks:
+            self._new_run_ticks = init.start_time
+
+    def _note_handovers(self, state: _State, observation: Observation) -> None:
+        before = state.asked_last
+        if not observation.nvml_asked or driver_silence(observation):
+            return
+        state.asked_last = observation
+        if before is None:
+            return
+        for gpu in observation.gpus:
+            was = before.gpu(gpu.info.minor)
+            if was is not None and gpu.info.minor in state.minors:
+                gone = [ref.pid for ref in state.dealt if ref.pid in was.own_clients]
+                state.handovers += handovers(was, gpu, gone)
+
+    def _is_driver_answering(self, state: _State) -> bool:
+        """False when the driver was silent at the last look: it is asked again at the end, not before each rung."""
+        return state.asked_last is not None and not driver_silence(state.asked_last)
+
+    def _minors_of(self, holders: Iterable[Holder]) -> set[int]:
+        """The GPUs that are verified for holders: every one that they had open (DESIGN 4, Verify)."""
+        return {m for h in holders for m in (*h.gpus, *h.open_gpus)}
+
     def _selected(self, observation: Observation) -> list[Holder]:
         return [h for h in observation.holders if self.selection.takes(h)]
 
     def _targets(self, observation: Observation) -> list[Holder]:
-        return [h for h in self._selected(observation) if h.targetable]
+        """Who may be signalled: not what belongs to a new run, never the init unless that is allowed."""
+        return [
+            h
+            for h in self._selected(observation)
+            if h.targetable and not of_new_run(h, self._new_run_ticks) and (self.options.stop or not h.is_init)
+        ]
 
     def _dying(self, observation: Observation) -> list[Holder]:
         return [h for h in self._selected(observation) if h.dying]
@@ -515,7 +626,7 @@ class Release:
         raise NoSuchContainerError(message, next_step=step, vmid=self.subject.vmid)
 
     def _refuse_init(self, first: Observation) -> None:
-        init = next((h for h in self._targets(first) if h.is_init), None)
+        init = next((h for h in self._selected(first) if h.is_init and h.targetable), None)
         if init is None or self.options.stop:
             return
         message, step = say(
@@ -678,6 +789,8 @@ class Release:
         if isinstance(exc, InterruptedRelease):
             signalled = [f"{r.step} to pid {', '.join(map(str, r.targets))}" for r in self.report.rungs if r.sent]
             detail = f"already sent: {'; '.join(signalled)}" if signalled else "nothing had been signalled"
+            if self.cancel.handed_over:
+                detail += "; the daemon is being stopped, whoever asked goes on, or the next daemon"
             self.report.message, self.report.next_step = say("interrupted", vmid=self.subject.vmid, detail=detail)
 
 
