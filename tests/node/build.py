@@ -141,7 +141,7 @@ def bootstrap(suite: str, target: Path, packages: list[str], extra: list[str], l
     listing.write_text(sources(suite))
     command = ["mmdebstrap", "--mode=root", "--variant=minbase", "--quiet", f"--include={','.join(packages)}"]
     command += [f'--dpkgopt=path-exclude="{pattern}"' for pattern in DROPPED]
-    command += ['--aptopt=Acquire::Languages "none"', "--skip=check/empty", *extra, suite, str(target), str(listing)]
+    command += ['--aptopt=Acquire::Languages "none"', '--aptopt=Acquire::Retries "3"', "--skip=check/empty", *extra, suite, str(target), str(listing)]
     with open(log, "wb") as out:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 

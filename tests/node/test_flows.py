@@ -508,6 +508,22 @@ def test_a_unit_that_fails_before_lxc_start_still_gets_post_start(node: VirtualN
     assert recorder.names(129) == ["pre-start", "post-start"]
 
 
+def test_a_start_while_the_old_unit_is_in_a_long_post_stop(running_tiny: Container, recorder: Recorder) -> None:
+    """The old monitor lives on in its post-stop hook: the unit counts as active, nothing is started."""
+    node = running_tiny.node
+    node.run(["mkfifo", "/shared/gate"])
+    recorder.on("post-stop", "cat /shared/gate > /dev/null")
+    running_tiny.attach(["/opt/standin/tiny-init", "poweroff"], check=False)
+    recorder.wait_for(129, "post-stop")
+    done = node.pct("start", 129, check=False)
+    assert done.returncode == 255
+    assert "problem with monitor socket, but continuing anyway: got timeout" in done.stdout
+    assert "unable to get PID for CT 129 (not running?)" in done.stderr
+    assert recorder.names(129) == ["post-stop", "pre-start", "post-start"]
+    node.run(["sh", "-c", ": > /shared/gate"])
+    stop_post(recorder)
+
+
 def test_a_missing_init_means_no_post_start_but_post_stop(node: VirtualNode, recorder: Recorder) -> None:
     ct = node.add_container(129, raw=["lxc.init.cmd: /nonexistent"])
     recorder.attach(ct)

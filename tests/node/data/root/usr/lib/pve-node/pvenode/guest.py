@@ -97,8 +97,16 @@ def stop_locked(vmid: int, kill: bool, timeout: int = 60, kill_after: bool = Fal
         lxc.wait_for_exit(connection, limit)
 
 
+def check_lock(vmid: int) -> None:
+    """The `lock:` of a configuration (backup, migrate, ...), which is not the lock file."""
+    reason = conf.load_config(vmid).values.get("lock")
+    if reason:
+        raise PveError(f"CT is locked ({reason})")
+
+
 def start(vmid: int, debug: bool = False) -> None:
     with conf.config_lock(vmid):
+        check_lock(vmid)
         if lxc.is_running(vmid):
             raise PveError(f"CT {vmid} already running")
         start_locked(vmid, debug)
@@ -106,6 +114,7 @@ def start(vmid: int, debug: bool = False) -> None:
 
 def stop(vmid: int) -> None:
     with conf.config_lock(vmid):
+        check_lock(vmid)
         if not lxc.is_running(vmid):
             raise PveError(f"CT {vmid} not running")
         stop_locked(vmid, kill=True)
@@ -113,6 +122,7 @@ def stop(vmid: int) -> None:
 
 def shutdown(vmid: int, timeout: int = 60, force: bool = False) -> None:
     with conf.config_lock(vmid):
+        check_lock(vmid)
         if not lxc.is_running(vmid):
             raise PveError(f"CT {vmid} not running")
         stop_locked(vmid, kill=False, timeout=timeout, kill_after=force)
@@ -120,6 +130,7 @@ def shutdown(vmid: int, timeout: int = 60, force: bool = False) -> None:
 
 def reboot(vmid: int, timeout: int = 60) -> None:
     with conf.config_lock(vmid):
+        check_lock(vmid)
         if not lxc.is_running(vmid):
             raise PveError(f"CT {vmid} not running")
         stop_locked(vmid, kill=False, timeout=timeout, kill_after=True)
