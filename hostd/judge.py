@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hostd.model import (
     BlindSpot,
+    DeviceId,
     Evidence,
     GpuState,
     Heir,
@@ -32,11 +33,22 @@ class Selection:
 
     minors: frozenset[int] | None = None
     pids: frozenset[ProcessRef] | None = None
+    nodes: frozenset[DeviceId] = frozenset()
+    """For a hand-over: also whoever merely has one of these open, wherever its memory is."""
 
     def takes(self, holder: Holder) -> bool:
         if self.pids is not None and holder.ref not in self.pids:
             return False
-        return self.minors is None or bool(self.minors & set(holder.gpus))
+        return self.minors is None or bool(self.minors & set(holder.gpus)) or bool(self.nodes & holder.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Between two looks at the driver a client of somebody else grew by what one of ours, gone between them, had."""
+
+    minor: int
+    pid: int
+    mib: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +68,18 @@ class Case:
     dry_run: bool = False
     verify_memory: bool = True
     stuck: tuple[Stuck, ...] = ()
+    undead: tuple[Holder, ...] = ()
+    """Those of them that show no descriptor any more: they hang in exit(), in the driver's release of it."""
     respawned: frozenset[ProcessRef] = frozenset()
     known: frozenset[ProcessRef] = frozenset()
     """Holders that a rung has dealt with."""
-    killed_mib: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """GPU minor -> what each holder that exited was charged with there."""
+    openers: frozenset[int] = frozenset()
+    """Pids of the holders that were dealt with, and of the dead openers that they had inherited from."""
+    handovers: tuple[Handover, ...] = ()
+    """Charges of others that grew when one of ours went."""
+    new_run_ticks: int | None = None
+    """Start of the container's new init, when it was started again during this release."""
+    time_is_up: bool = False
     resumed: frozenset[ProcessRef] = frozenset()
     """What an earlier attempt of this release, which was cut off, had signalled."""
     baseline_mib: dict[int, int] = field(default_factory=dict)
@@ -113,6 +132,7 @@ def judgement(case: Case, reason: str, **facts: object) -> Judgement:
 def _living(case: Case) -> Judgement | None:
     hung = {s.ref for s in case.stuck}
     living = [h for h in case.after.holders if (h.targetable or h.ref in hung) and case.selection.takes(h)]
+    living += case.undead
     if not living:
         return None
     who, where = holders_text(living), gpus_text(case, {m for h in living for m in h.gpus})
@@ -125,16 +145,25 @@ def _living(case: Case) -> Judgement | None:
             state=stuck[0].state,
             wchan=stuck[0].wchan or "(unknown)",
         )
-    if case.dry_run or not case.acted:
+    if case.dry_run:
+        return judgement(case, "holders-present", holders=who, gpus=where)
+    if all(of_new_run(h, case.new_run_ticks) for h in living):
+        return judgement(case, "container-restarted", holders=who, gpus=where)
+    if not case.acted and not case.time_is_up:
         return judgement(case, "holders-present", holders=who, gpus=where)
     if case.xid:
         return judgement(case, "new-xid", holders=who, detail=case.xid, advice=case.xid_advice)
     returned = [h for h in living if h.ref in case.respawned]
     if returned:
         return _respawned(case, returned)
-    if not any(h.ref in case.known for h in living):
+    if case.known and not any(h.ref in case.known for h in living):
         return judgement(case, "holder-appeared", holders=who, gpus=where)
     return judgement(case, "holders-survive", holders=who, gpus=where, waited=f"{case.waited_s:.0f} s")
+
+
+def of_new_run(holder: Holder, new_run_ticks: int | None) -> bool:
+    """True when it cannot be of the run that the release began with: nothing of the new one is older than its init."""
+    return new_run_ticks is not None and holder.process.start_time >= new_run_ticks
 
 
 def _respawned(case: Case, returned: Iterable[Holder]) -> Judgement:
@@ -268,9 +297,6 @@ def _ghost(case: Case) -> Judgement | None:
     )
     if case.falling:
         return judgement(case, "draining", ghost=ghost)
-    others = [h for h in case.after.foreign if not h.evidence & {Evidence.NVML} and set(h.gpus) & over.keys()]
-    if others:
-        return judgement(case, "held-by-other", gpus=gpus_text(case, over), others=others_text(others))
     return judgement(case, "ghost-memory", ghost=ghost + bar1_text(case, over))
 
 
@@ -281,22 +307,58 @@ def _ghost_before(case: Case) -> Judgement | None:
         if ghost is None or baseline is None or state.foreign_clients:
             continue
         if min(ghost, baseline) > state.tolerance_mib:
-            return judgement(case, "ghost-memory-before", ghost=f"{ghost:,} MiB on {gpu_text(state)}")
+            text = f"{ghost:,} MiB on {gpu_text(state)}"
+            return judgement(case, "draining" if case.falling else "ghost-memory-before", ghost=text)
+    return None
+
+
+def _passed_on(case: Case) -> Judgement | None:
+    """A dead client's memory lives on in a descriptor that was opened in this container and is another's now."""
+    kept = {s.info.minor for s, _ in _states(case) if (s.dead_mib(Heir.PASSED) or 0) > 0}
+    others = [h for h in case.after.foreign if h.passed_on and kept & set(h.gpus)]
+    if not kept or not others:
+        return None
+    return judgement(case, "held-by-other", gpus=gpus_text(case, kept), others=others_text(others))
+
+
+def _kept_by_rest(case: Case) -> Judgement | None:
+    """Of a selection: a process of the container that was not selected inherited what a selected one had."""
+    if case.selection == Selection():
+        return None
+    for state, _ in _states(case):
+        if any(c.heir is Heir.OWN and c.pid in case.openers and c.used_mib for c in state.dead_clients):
+            rest = [h for h in case.after.holders if h.targetable and state.info.minor in h.gpus]
+            return judgement(case, "held-by-rest", gpus=gpu_text(state), holders=holders_text(rest))
     return None
 
 
 def _taken_over(case: Case) -> Judgement | None:
     """A foreign client's charge grew by what one of ours lost: the importer of a CUDA IPC handle (FACTS)."""
-    for state, before in _states(case):
-        lost = case.killed_mib.get(state.info.minor, ())
-        if before is None or not lost:
-            continue
-        for pid in state.foreign_clients:
-            grown = (state.client_mib.get(pid) or 0) - (before.client_mib.get(pid) or 0)
-            if any(_moved(grown, amount, state.tolerance_mib) for amount in (*lost, sum(lost))):
-                others = [h for h in case.after.foreign if h.process.pid == pid]
-                return judgement(case, "taken-over", gpus=gpu_text(state), others=others_text(others) or f"pid {pid}")
+    for state, _ in _states(case):
+        for taken in case.handovers:
+            left = state.client_mib.get(taken.pid) or 0
+            if taken.minor != state.info.minor or taken.pid not in state.foreign_clients or left < taken.mib:
+                continue
+            others = [h for h in case.after.foreign if h.process.pid == taken.pid]
+            who = others_text(others) or f"pid {taken.pid}"
+            return judgement(case, "taken-over", gpus=gpu_text(state), others=who)
     return None
+
+
+def handovers(before: GpuState, after: GpuState, gone: Iterable[int]) -> list[Handover]:
+    """What others gained on one GPU between two looks, where that is what `gone` (pids of ours) lost meanwhile.
+
+    Only of clients that the driver listed before: who starts a job now has imported nothing from us.
+    """
+    lost = [mib for pid in gone if pid not in after.client_mib and (mib := before.client_mib.get(pid))]
+    found = []
+    for pid in after.foreign_clients:
+        was, now = before.client_mib.get(pid), after.client_mib.get(pid)
+        if not lost or was is None or now is None:
+            continue
+        if any(_moved(now - was, amount, after.tolerance_mib) for amount in (*lost, sum(lost))):
+            found.append(Handover(after.info.minor, pid, now - was))
+    return found
 
 
 CONTEXT_MIB = 1024
@@ -308,7 +370,7 @@ def _moved(grown: int, lost: int, tolerance: int) -> bool:
     return grown > tolerance and max(lost // 2, lost - CONTEXT_MIB) - tolerance <= grown <= lost + tolerance
 
 
-_MEMORY_CHECKS = (_gpu_lost, _ghost, _ghost_before, _taken_over)
+_MEMORY_CHECKS = (_gpu_lost, _ghost, _ghost_before, _passed_on, _kept_by_rest, _taken_over)
 
 
 def _released(case: Case) -> Judgement:

@@ -55,6 +55,8 @@ class Options:
     """Services of the host that a reset may stop and start again (`reset.services`)."""
     verify_memory: bool = True
     gpu: str | None = None
+    open_nodes: bool = False
+    """With `gpu`: also holders that merely have its node open (a hand-over to a VM)."""
     pid: str | None = None
     """`4711` in the container's PID namespace or `host:4711`."""
     trigger: str = "cli"

@@ -31,6 +31,7 @@ from hostd.judge import (
 from hostd.ladder import Options, Resume, Rung, rungs_for
 from hostd.lock import RUN_DIR
 from hostd.model import (
+    DeviceId,
     Fate,
     GpuReport,
     Holder,
@@ -43,7 +44,7 @@ from hostd.model import (
     Stuck,
     Verdict,
 )
-from hostd.observe import Observer, Sources
+from hostd.observe import Observer, Sources, read_driver
 from hostd.resetplan import REBOOT
 from hostd.selection import resolve_gpu, resolve_pid
 from hostd.stopunit import Lineage, Stopped, UnitStopper
@@ -51,7 +52,7 @@ from hostd.system.kmsg import Xid
 from hostd.system.pidfd import Pinned, wait_any
 from hostd.triage import stuck_tasks
 from hostd.verdicts import say
-from hostd.waiting import MemoryGauge, Patience, wait_for_exits
+from hostd.waiting import MemoryGauge, Patience, wait_for_exits, wait_readable
 from hostd.xid import XidWatch
 
 TYPE_CHECKING = False
@@ -204,6 +205,7 @@ class Release:
         self.xids = XidWatch()
         self.lineage.note(holders)
         last = self._climb(state, first)
+        self._refuse_init(last)  # it may have opened a GPU meanwhile; everybody else has been dealt with
         self._conclude(state, last)
 
     def _climb(self, state: _State, observation: Observation) -> Observation:
@@ -617,7 +619,10 @@ class Release:
             minors = frozenset({resolve_gpu(self.options.gpu, infos, driver_silent=silent).minor})
         if self.options.pid is not None:
             pids = resolve_pid(self.options.pid, first, self.observer.find)
-        self.selection = Selection(minors, pids)
+        nodes: frozenset[DeviceId] = frozenset()
+        if minors and self.options.open_nodes:
+            nodes = frozenset(DeviceId(major, m) for major in read_driver([]).gpu_majors for m in minors)
+        self.selection = Selection(minors, pids, nodes)
 
     def _check_exists(self, first: Observation) -> None:
         if first.running or first.processes or self.subject.exists():
@@ -710,26 +715,27 @@ class Release:
         self.report.next_step = judgement.next_step
 
     def _case(self, state: _State, last: Observation) -> Case:
-        killed: dict[int, tuple[int, ...]] = {}
-        for ref in state.exited & state.dealt.keys():
-            for minor in state.dealt[ref].gpus:
-                gpu = state.first.gpu(minor)
-                charge = gpu.client_mib.get(ref.pid) if gpu else None
-                if charge:
-                    killed[minor] = (*killed.get(minor, ()), charge)
+        lasting = [s for s in state.stuck if self._lives(s.ref)]
+        seen = {h.ref for h in last.holders}
+        undead = [h for s in lasting if s.ref not in seen and (h := state.dealt.get(s.ref)) is not None]
         return Case(
             before=state.first,
             after=last,
             minors=frozenset(state.minors),
-            own_minors=self.subject.own_minors if self.selection.minors is None else frozenset(),
+            own_minors=self._own_minors(),
             selection=self.selection,
             acted=bool(state.dealt),
             dry_run=self.options.dry_run,
             verify_memory=self.options.verify_memory,
-            stuck=tuple(state.stuck),
+            stuck=tuple(lasting),
+            undead=tuple(undead),
             respawned=frozenset(state.respawned),
             known=frozenset(state.dealt),
-            killed_mib=killed,
+            openers=frozenset({h.process.pid for h in state.dealt.values()})
+            | {h.inherited_from for h in state.dealt.values() if h.inherited_from is not None},
+            handovers=tuple(state.handovers),
+            new_run_ticks=self._new_run_ticks,
+            time_is_up=self._time_is_up(state),
             resumed=self.resume.termed | self.resume.killed if self.resume else frozenset(),
             baseline_mib=self._baseline,
             falling=state.falling,
@@ -744,8 +750,7 @@ class Release:
     def _fill(self, state: _State, last: Observation) -> None:
         alive = {h.ref: h for h in self._selected(last)}
         stuck = {s.ref: s for s in state.stuck}
-        everyone = {h.ref: h for h in self._selected(state.first)} | state.dealt | alive
-        everyone |= {ref: h for ref, h in state.dealt.items()}
+        everyone = {h.ref: h for h in self._selected(state.first)} | alive | state.dealt
         for ref, holder in everyone.items():
             fate = self._fate(ref, state, alive, stuck)
             report = HolderReport(holder, fate, stuck.get(ref))
@@ -773,19 +778,26 @@ class Release:
     def _fate(
         self, ref: ProcessRef, state: _State, alive: dict[ProcessRef, Holder], stuck: dict[ProcessRef, Stuck]
     ) -> Fate:
-        if ref not in alive:
+        if ref in stuck and self._lives(ref):
+            return Fate.UNKILLABLE
+        if not self._lives(ref) or self.sources.procfs.is_dying(ref.pid):
             return Fate.EXITED
         if ref not in state.dealt and ref not in state.respawned:
             return Fate.SPARED
-        if ref in stuck:
-            return Fate.UNKILLABLE
-        return Fate.RESPAWNED if ref in state.respawned else Fate.SURVIVED
+        return Fate.RESPAWNED if ref in state.respawned and ref in alive else Fate.SURVIVED
+
+    def _lives(self, ref: ProcessRef) -> bool:
+        """The process exists, whatever it holds: who has let go of the GPU and goes on has not exited."""
+        process = self.sources.procfs.read_process(ref.pid)
+        return process is not None and process.ref == ref and not process.is_zombie
 
     def _end_by_error(self, exc: PgrError) -> None:
         self.report.verdict = None
         self.report.reason = exc.reason
         self.report.message = exc.message
         self.report.next_step = exc.next_step
+        if self._climbing is not None and not self.report.holders:
+            self._fill(*self._climbing)
         if isinstance(exc, InterruptedRelease):
             signalled = [f"{r.step} to pid {', '.join(map(str, r.targets))}" for r in self.report.rungs if r.sent]
             detail = f"already sent: {'; '.join(signalled)}" if signalled else "nothing had been signalled"
@@ -799,6 +811,12 @@ RESETTABLE = ("ghost-memory", "ghost-memory-before", "unkillable", "gpu-lost")
 REBOOT_STEP = "reboot the node: the driver says that nothing less helps (journalctl -k -g NVRM)"
 RESTARTER_GRACE_S = 1.0
 """After SIGTERM to a process that starts a job again, before SIGKILL: it holds no GPU, nothing has to drain."""
+OLD_GHOST_GRACE_S = 1.0
+"""Ghost memory from before that has not fallen for this long is not on its way out."""
+LAST_LOOK_S = 2.0
+"""The driver gets at least this for an answer, also when the time is up: the verdict rests on the last look."""
+SPARE_DESCRIPTORS = 48
+"""Kept free for helpers, pipes and files while processes are held."""
 PAUSE_MAX_S = 0.1
 """Between two memory samples while nothing but the driver's figures can tell us anything."""
 _CLK_TCK = os.sysconf("SC_CLK_TCK")
@@ -816,6 +834,14 @@ def reset_targets(observation: Observation, minors: Iterable[int], stuck: Iterab
         and g.info.pci_bus_id
         and (excess_mib(g, None) or g.error_code == "gpu-lost" or g.info.minor in held)
     )
+
+
+def spare_descriptors() -> int:
+    """How many processes may be held at a time: what the limit leaves (`ulimit -n`), at least one."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, limit - len(os.listdir("/proc/self/fd")) - SPARE_DESCRIPTORS)
 
 
 def boot_ticks_now() -> int:

@@ -22,7 +22,7 @@ from typing import Any
 from hostd.errors import RefusedError
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import Holder
-from hostd.observe import Sources
+from hostd.observe import Sources, read_driver
 from hostd.resetplan import REBOOT, RECOVERY, Radius, radius_of, vfio_pci
 from hostd.system.nvml import Nvml
 from hostd.verdicts import say
@@ -98,7 +98,7 @@ def look_at_radius(sources: Sources, wanted: tuple[str, ...], vmid: int | None, 
     view = look_at_node(sources)
     snapshot = sources.nvml.snapshot(nvlink=True)
     holders: tuple[Holder, ...] = view.holders
-    radius = radius_of(snapshot, wanted, holders, vmid, services, vfio_pci())
+    radius = radius_of(snapshot, wanted, holders, vmid, services, vfio_pci(), read_driver([]).gpu_majors)
     blind = [s for s in (*view.blind_spots, *snapshot.blind_spots) if s.code != "detail-unreadable"]
     if blind:  # whoever cannot be seen may be hit
         unseen = tuple(f"what could not be looked at ({s.what}: {s.error})" for s in blind[:3])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hostd.model import GpuInfo, Holder, NvmlGpu, NvmlSnapshot
+from hostd.model import DeviceId, GpuInfo, Holder, NvmlGpu, NvmlSnapshot
 
 PCI_DEVICES = "/sys/bus/pci/devices"
 NVIDIA_VENDOR = "0x10de"
@@ -42,11 +42,13 @@ def radius_of(
     vmid: int | None,
     services: Iterable[str] = (),
     vfio: Iterable[str] = (),
+    gpu_majors: Iterable[int] = (),
 ) -> Radius:
     """The radius of a reset of the GPUs `wanted` (PCI addresses).
 
     `holders`: every holder of the node, with its owner. `services`: units of the host that a reset may stop.
-    `vfio`: addresses that are bound to vfio-pci.
+    `vfio`: addresses that are bound to vfio-pci. `gpu_majors`: of the GPUs' device nodes: who merely has one open is
+    hit, too.
     """
     by_pci = {g.info.pci_bus_id: g for g in snapshot.gpus}
     reached = linked(by_pci, wanted)
@@ -59,10 +61,10 @@ def radius_of(
     others += [f"the MIG instances of {name_of(g)}" for g in gpus if g.mig]
     declared = {f"/system.slice/{name}" for name in services}
     minors = {g.info.minor for g in gpus}
+    nodes = {DeviceId(major, minor) for major in gpu_majors for minor in minors}
     seen: set[int] = set()
     for holder in holders:
-        on = minors & ({n.minor for n in holder.nodes} | set(holder.gpus))
-        if not on or (holder.vmid is not None and holder.vmid == vmid):
+        if not (minors & set(holder.gpus) or nodes & holder.nodes) or (holder.vmid is not None and holder.vmid == vmid):
             continue
         if holder.vmid is None and holder.process.cgroup in declared:
             continue
@@ -97,7 +99,7 @@ def name_of(gpu: NvmlGpu) -> str:
 
 
 def vfio_pci(root: str = PCI_DEVICES) -> dict[str, str]:
-    """PCI address -> driver, of every NVIDIA display device that is not the NVIDIA driver's (vfio-pci: a VM's)."""
+    """PCI address -> driver (empty: none), of NVIDIA display devices that the NVIDIA driver has not got (a VM's)."""
     found: dict[str, str] = {}
     try:
         names = os.listdir(root)
@@ -109,9 +111,12 @@ def vfio_pci(root: str = PCI_DEVICES) -> dict[str, str]:
                 vendor = file.read().strip()
             with open(f"{root}/{name}/class", encoding="ascii") as file:
                 display = file.read().startswith("0x03")
-            driver = os.path.basename(os.readlink(f"{root}/{name}/driver"))
         except (OSError, ValueError):
             continue
+        try:
+            driver = os.path.basename(os.readlink(f"{root}/{name}/driver"))
+        except OSError:
+            driver = ""
         if vendor == NVIDIA_VENDOR and display and driver != "nvidia":
             found[name] = driver
     return found

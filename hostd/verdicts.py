@@ -52,6 +52,13 @@ _ROWS = (
         "pve-gpu-release ps shows who they are",
     ),
     Reason(
+        "gpu-in-containers",
+        H,
+        3,
+        "{gpus} is still open in {others}",
+        "pve-gpu-release --gpu ... --all-containers --stop-units, or stop these containers",
+    ),
+    Reason(
         "gpu-host-holds",
         H,
         3,

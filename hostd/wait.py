@@ -83,7 +83,12 @@ class ContainerTarget:
 def _short(info: GpuInfo, free: int | None, wanted: int, holders: Iterable[Holder]) -> Look:
     there = [h for h in holders if info.minor in h.gpus]
     name = f"GPU {info.index}" if info.index is not None else f"GPU {info.pci_bus_id}"
-    facts: dict[str, object] = {"gpus": name, "free": _mib(free), "wanted": _mib(wanted), "holders": holders_text(there) or "nobody known"}
+    facts: dict[str, object] = {
+        "gpus": name,
+        "free": _mib(free),
+        "wanted": _mib(wanted),
+        "holders": holders_text(there) or "nobody known",
+    }
     return Look("gpu-in-use", facts, [h.ref for h in there])
 
 

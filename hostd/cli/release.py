@@ -25,7 +25,7 @@ HELP = "Free the NVIDIA GPUs that containers hold: find every holder from the ho
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("vmids", nargs="+", type=vmid, metavar="VMID", help="container id, such as 129")
+    parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="container id, such as 129")
     parser.add_argument("-n", "--dry-run", action="store_true", help="show who would be signalled; no signal is sent")
     parser.add_argument("--now", action="store_true", help="skip SIGTERM and its grace")
     parser.add_argument(
@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reset", action="store_true", help="may reset a GPU that nothing else frees; refused when anyone else is on it"
     )
     parser.add_argument(
+        "--all-containers",
+        action="store_true",
+        help="with --gpu, for a VM that gets the GPU: free it from every container that has it open",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask before --all-containers (for scripts)")
+    parser.add_argument(
         "--no-verify-memory", action="store_true", help="accept 'no holder left' when the driver cannot confirm it"
     )
     parser.add_argument("--no-wait", action="store_true", help="exit 75 instead of waiting for a release in flight")
@@ -54,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from hostd.cli.common import require_root
 
+    if args.all_containers or not args.vmids:
+        return _all_containers(args)
     require_root()
     renderer = Renderer(sys.stdout, sys.stderr, quiet=args.quiet or args.json, verbose=args.verbose)
     results: list[Json] = []
@@ -65,6 +73,21 @@ def run(args: argparse.Namespace) -> int:
         if result["reason"] == "interrupted":
             break
     return finish(results, args, several=len(args.vmids) > 1)
+
+
+def _all_containers(args: argparse.Namespace) -> int:
+    from hostd.errors import UsageError
+
+    if not args.all_containers:
+        raise UsageError("cannot release: say which container", next_step="pve-gpu-release --help")
+    if args.vmids or args.gpu is None or args.pid is not None:
+        raise UsageError(
+            "cannot release from all containers: that takes --gpu, and neither container ids nor --pid",
+            next_step="pve-gpu-release --gpu 0000:3b:00.0 --all-containers",
+        )
+    from hostd.cli.handover import run
+
+    return run(args)
 
 
 def finish(results: list[Json], args: argparse.Namespace, *, several: bool) -> int:
@@ -118,18 +141,22 @@ def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Js
 
 
 def _here(number: int, given: Json, args: argparse.Namespace, renderer: Renderer, release_id: str) -> Json:
+    return in_process(number, options_for(number, given, args), renderer.event, renderer.note, release_id)
+
+
+def options_for(number: int, given: Json, args: argparse.Namespace) -> Options:
+    """What the command line says, over what is configured for the container. Raises ConfigError."""
     from dataclasses import replace
 
     from hostd.wire import parse_options
 
     config = loaded(args.config)
     settings = config.for_container(number)
-    options = replace(
+    return replace(
         parse_options({"stop_units": settings.stop_units} | given, settings.limits),
         auto_reset=settings.reset.value == "auto",
         reset_services=config.reset.services,
     )
-    return in_process(number, options, renderer.event, renderer.note, release_id)
 
 
 def configured(path: str | None, number: int) -> ContainerSettings:

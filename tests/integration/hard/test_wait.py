@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from tests.embedded.node import Container, HolderHandle, Node
-from tests.integration.conftest import ONE_GPU
 from tests.integration.product import Product
 
 Engine = Callable[..., HolderHandle]
@@ -75,6 +74,11 @@ def test_a_silent_driver_is_no_free_gpu(node: Node, product: Product, container:
 
 
 def test_nonsense(product: Product, container: Container) -> None:
-    for words in (["wait"], ["wait", "129", "--gpu", "0"], ["wait", "--gpu", "9"], ["wait", "--gpu", "0", "--free", "x"]):
+    for words in (
+        ["wait"],
+        ["wait", "129", "--gpu", "0"],
+        ["wait", "--gpu", "9"],
+        ["wait", "--gpu", "0", "--free", "x"],
+    ):
         assert product.run(*words).status == 2, words
     assert product.run("wait", "777").status == 8
