@@ -62,6 +62,7 @@ def test_shutdown_that_times_out_with_force(world: World) -> None:
     (world.ct.root / "etc/slow").touch()
     world.ct.shutdown("--timeout", "1", "--forceStop", "1")
     world.check("pct shutdown --forceStop", STOPPED)
+    (world.ct.root / "etc/slow").unlink()
 
 
 def test_start_debug(world: World) -> None:
