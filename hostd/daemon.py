@@ -36,6 +36,7 @@ class Daemon:
         self._must_exist = must_exist
         self.config = load(config_path, must_exist=must_exist)
         self._notify = Notify()
+        self._signal_pipe = _catch_signals()
         self._log = Logbook()
         self.facts = DaemonFacts()
         self.facts.config_path = config_path
@@ -55,13 +56,9 @@ class Daemon:
         self.recovery = Recovery(self.server, self._log.say)
         self.stops = StopWatch(self.server.call_at, self._look_after_stop, self._stop_delays)
         self.facts.counts = self._counts
-        self._signal_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> int:
         """Serves until SIGTERM or SIGINT; returns the exit status."""
-        signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
         self.server.watch(self._signal_pipe[0], self._on_signal)
         self._beat()
         notes = [] if self.facts.first_pid_namespace else ["this is not the machine's first PID namespace"]
@@ -149,6 +146,15 @@ class Daemon:
         if self.facts.config_error:
             what += f"; configuration broken, the last good one is in force: {self.facts.config_error}"
         return what
+
+
+def _catch_signals() -> tuple[int, int]:
+    """A pipe that gets the numbers of SIGTERM, SIGINT and SIGHUP; before there is a socket that others can see."""
+    pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    return pipe
 
 
 def _what(worker: Worker) -> str:
