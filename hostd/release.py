@@ -692,6 +692,8 @@ class Release:
     def _explained(self, judgement: Judgement, state: _State, last: Observation) -> Judgement:
         """Adds to the report what an administrator needs to know of memory that does not come back."""
         run_dir = self.resetter.run_dir if self.resetter is not None else RUN_DIR
+        if self.xids is not None and (spot := self.xids.blind_spot()):
+            self.report.details.append(f"the kernel log was not read: {spot.error}")
         quiet = judgement.verdict is Verdict.RELEASED and not (self.xids is not None and self.xids.look())
         if quiet and not os.path.exists(os.path.join(run_dir, "ghosts.json")):
             return judgement
@@ -702,8 +704,6 @@ class Release:
         xids = self.xids.look() if self.xids is not None else []
         if judgement.reason in RESETTABLE or xids:
             self.report.details += describe(self.sources, states, since, xids)
-        if self.xids is not None and (spot := self.xids.blind_spot()):
-            self.report.details.append(f"the kernel log was not read: {spot.error}")
         if judgement.reason in RESETTABLE and any(g.recovery_action == REBOOT for g in states):
             return replace(judgement, next_step=REBOOT_STEP)
         return judgement

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, str]] = {
     "stop-docker-asked": ("the container engine inside is asked over its API and stops the nested container", "released"),
     "bomb": ("holders that fork faster than a look", "respawned"),
     "stop-bomb": ("--stop-units: holders that fork faster than a look go with their unit's cgroup", "released"),
+    "xid": ("the driver reports an error that is no application's while the release runs", "new-xid"),
     "unkillable": ("SIGKILL pending in D state (fsfreeze), nothing moves", "unkillable"),
     "ghost": ("no holder is left and memory stays above the baseline", "ghost-memory"),
     "ghost-before": ("ghost memory from before on a GPU that nobody else is attached to", "ghost-memory-before"),
