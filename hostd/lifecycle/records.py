@@ -100,6 +100,8 @@ class Snapshot:
     minors: list[int] = field(default_factory=list)
     baseline_mib: list[list[int]] = field(default_factory=list)
     """Pairs (GPU minor, ghost memory without the container)."""
+    used_mib: list[list[int]] = field(default_factory=list)
+    """Pairs (GPU minor, memory in use at the pre-stop)."""
 
     @property
     def init_ref(self) -> ProcessRef | None:
@@ -244,7 +246,9 @@ def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) 
     known = {holder.ref: holder for holder in (earlier.holders if earlier else ())}
     known |= {holder.ref: SeenHolder.of(holder) for holder in seen.holders}
     now.holders = list(known.values())
-    now.minors = sorted({m for holder in now.holders for m in holder.gpus} | set(earlier.minors if earlier else ()))
+    minors = {m for holder in seen.holders for m in (*holder.gpus, *holder.open_gpus)}
+    now.minors = sorted(minors | set(earlier.minors if earlier else ()))
+    now.used_mib = [[g.info.minor, g.used_mib] for g in seen.gpus if g.used_mib is not None]
     baseline = {g.info.minor: g.baseline_mib for g in seen.gpus if g.baseline_mib is not None}
     baseline |= pairs(earlier.baseline_mib) if earlier else {}
     now.baseline_mib = [[minor, mib] for minor, mib in sorted(baseline.items())]

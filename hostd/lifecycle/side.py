@@ -61,6 +61,7 @@ class SideRelease(Release):
         """Init of the container when it runs (again): then nothing was touched."""
         self._dealt: dict[ProcessRef, Holder] = {}
         self._killed: set[ProcessRef] = set()
+        self._used_before: dict[int, int] = {}
 
     def _run(self) -> None:
         if self.plan.snapshot is not None:
@@ -70,11 +71,13 @@ class SideRelease(Release):
             self._baseline.setdefault(minor, mib)
         self._clear()
         self._end_strays()
-        first = self.observer.look()
+        limits = self.options.limits
+        first = self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
         self.runs = container_runs(self.sources, self.subject.vmid)
         if self.runs is not None:
             self.selection = Selection(pids=frozenset())  # whatever holds a GPU now belongs to the new run
         state = self._state(first)
+        self._climbing = state, first
         holders = self._selected(first)
         self.report.was_held = bool(self._dealt or holders) or bool(self.resume and self.resume.was_held)
         self.listener.observed(self.report, first, holders)
@@ -84,8 +87,9 @@ class SideRelease(Release):
 
     def _state(self, first: Observation) -> _State:
         state = _State(first, self._begun_s, self._begun_s + self.options.limits.timeout_s)
-        state.minors = set(self.subject.own_minors) | {m for h in self._selected(first) for m in h.gpus}
-        state.minors |= {m for h in self._dealt.values() for m in h.gpus}
+        state.asked_last = first
+        state.minors = set(self.subject.own_minors) | self._minors_of(self._selected(first))
+        state.minors |= self._minors_of(self._dealt.values())
         if self.plan.snapshot is not None:
             state.minors |= set(self.plan.snapshot.minors)
         if self.resume is not None:
@@ -98,6 +102,14 @@ class SideRelease(Release):
             if gpu.info.minor in state.minors and not gpu.foreign_clients:
                 self._baseline.setdefault(gpu.info.minor, 0)
         return state
+
+    def _fill(self, state: _State, last: Observation) -> None:
+        """The report's "before" is the snapshot's: before the stop, not before our first look after it."""
+        super()._fill(state, last)
+        used = pairs(self.plan.snapshot.used_mib) if self.plan.snapshot is not None else {}
+        used = self._used_before | used
+        for gpu in self.report.gpus:
+            gpu.used_mib_before = used.get(gpu.info.minor, gpu.used_mib_before)
 
     # --- leftovers ---
 
@@ -151,6 +163,8 @@ class SideRelease(Release):
             if holder.ref in refs or holder.targetable:
                 self._dealt.setdefault(holder.ref, holder)
         for gpu in before.gpus:
+            if gpu.used_mib is not None:
+                self._used_before.setdefault(gpu.info.minor, gpu.used_mib)
             if gpu.baseline_mib is not None:
                 self._baseline.setdefault(gpu.info.minor, gpu.baseline_mib if gpu.foreign_clients else 0)
 
