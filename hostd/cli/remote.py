@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
+SILENT_S = 300.0
+"""A worker tells about once a second what it waits for, and is silent for one driver call at most: after so long the
+daemon itself stands still."""
+
 
 def wanted(args: argparse.Namespace) -> bool:
     """False with --no-daemon, and with --config: the daemon has its own."""
@@ -32,17 +36,21 @@ def release(
         previous = {n: signal.signal(n, lambda *_: daemon.cancel()) for n in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            return _stream(daemon, vmid, options, release_id, emit)
+            parameters: Json = {"vmid": vmid, "options": options, "on_disconnect": "cancel", "release_id": release_id}
+            return _stream(daemon, "Release", parameters, emit)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
-def _stream(
-    daemon: Connection, vmid: int, options: Json, release_id: str, emit: Callable[[Json], None]
-) -> Json:
-    parameters: Json = {"vmid": vmid, "options": options, "on_disconnect": "cancel", "release_id": release_id}
-    for reply in daemon.call_more("Release", parameters):
+def verify(parameters: Json, emit: Callable[[Json], None]) -> Json:
+    """One judgement by the daemon, as `release`."""
+    with connect() as daemon:
+        return _stream(daemon, "Verify", parameters, emit)
+
+
+def _stream(daemon: Connection, method: str, parameters: Json, emit: Callable[[Json], None]) -> Json:
+    for reply in daemon.call_more(method, parameters, timeout=SILENT_S):
         progress = reply.get("progress")
         if isinstance(progress, dict):
             emit(progress)
@@ -53,9 +61,9 @@ def _stream(
 
 
 def ask(method: str, parameters: Json) -> Json:
-    """One call without progress (Observe, Verify, Map, Status). Raises as `release`."""
+    """One call without progress (Observe, Map, Status). Raises as `release`."""
     with connect() as daemon:
         return daemon.call(method, parameters, timeout=60.0)
 
 
-__all__ = ["DaemonAbsent", "DaemonLost", "DaemonUnavailable", "ask", "release", "wanted"]
+__all__ = ["DaemonAbsent", "DaemonLost", "DaemonUnavailable", "ask", "release", "verify", "wanted"]

@@ -49,8 +49,7 @@ def verify_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Jso
     try:
         if remote.wanted(args):
             try:
-                report = remote.ask("Verify", {"vmid": number, **given})["report"]
-                return dict(report)
+                return remote.verify({"vmid": number, **given}, renderer.event)
             except remote.DaemonUnavailable:
                 pass
         limits = release.configured(args.config, number).limits
