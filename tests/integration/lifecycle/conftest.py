@@ -18,6 +18,7 @@ from tests.integration.product import QUICK
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RUN = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from hostd.hook import entry; entry()"
+INVOCATION = "0123456789abcdef0123456789abcdef"
 STORE = "/run/pve-gpu-release"
 HOOK_QUICK = "hook: {budget: 8, pre_start_budget: 8, watchdog_delay: 0.5, watchdog_interval: 0.5}\n"
 
@@ -96,6 +97,14 @@ def daemon(node: Node, hook: Hook) -> Iterator[Callable[[], Running]]:
         if running.popen.poll() is None:
             running.process.kill(signal.SIGTERM)
         running.popen.communicate(timeout=20)
+
+
+def of_unit(node: Node, invocation: str) -> None:
+    """systemd says that this is the invocation of the container's unit."""
+    path = node.path("/run/systemd/units/invocation:pve-container@129.service")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(invocation)
 
 
 def until(question: Callable[[], Any], what: str, timeout: float = 15) -> Any:

@@ -10,19 +10,10 @@ import pytest
 from tests.embedded.node import Container, HolderHandle, Node
 from tests.integration.product import dead, held_mib, lives
 
-from .conftest import Hook
+from .conftest import INVOCATION, Hook, of_unit
 
 pytestmark = pytest.mark.embedded
-INVOCATION = "0123456789abcdef0123456789abcdef"
 NEXT = "fedcba9876543210fedcba9876543210"
-
-
-def of_unit(node: Node, invocation: str) -> None:
-    """systemd says that this is the invocation of the container's unit."""
-    path = node.path("/run/systemd/units/invocation:pve-container@129.service")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.symlink_to(invocation)
 
 
 def test_a_stop_with_holders_is_verified_against_the_snapshot(
