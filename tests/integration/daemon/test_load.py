@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.embedded.node import Container, HolderHandle, Node, wait_until
+from tests.embedded.node import Container, Node, wait_until
 from tests.integration.daemon.conftest import SOCKET, Daemon, Job
 from tests.integration.product import Product, finish
 from tests.unit.varlink_harness import Client
@@ -138,45 +137,3 @@ def test_a_flood_of_connections_keeps_nobody_out_for_long(daemon: Daemon, produc
     assert time.monotonic() - begun < 5
     for client in flood:
         client.close()
-
-
-def test_the_same_with_and_without_the_daemon(
-    daemon: Daemon, product: Product, engine: Callable[..., HolderHandle], container: Container
-) -> None:
-    """Text, JSON keys and exit statuses of every verb."""
-    import re
-
-    def outcome(*words: str) -> tuple[int, str, str]:
-        done = product.run(*words)
-        text = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "ID", done.out + "\n--\n" + done.err)
-        text = re.sub(r'("(?:duration_ms|at_ms|waited_ms|start_time)": )\d+', r"\1N", text)
-        text = re.sub(r'"started": "[^"]*"', '"started": T', text)
-        return done.status, re.sub(r"\b[\d.]+ m?s\b", "N s", text), ""
-
-    commands: list[tuple[str, ...]] = [
-        ("129", "-n"), ("129", "-n", "--json"), ("verify", "129"), ("ps",), ("ps", "129", "--json"), ("map", "129", "2"),
-        ("131",), ("131", "--json"), ("129", "--gpu", "7"), ("129", "--pid", "9999"), ("verify", "131"), ("map", "131", "1"),
-    ]  # fmt: skip
-    engine()
-    for words in commands:
-        assert outcome(*words) == outcome(*words, "--no-daemon"), words
-    texts = []
-    for extra in ((), ("--no-daemon",)):
-        for form in ((), ("--json",), ("-q",), ("-v",)):
-            if not container.members():
-                continue
-            holder = engine(ignore_term=form == ("-v",))
-            status, text, _ = outcome("129", "--grace", "0.2", *form, *extra)
-            holder.wait_gone()
-            texts.append((form, status, re.sub(r"\b(pid |\"pid\": |\[)\d+", r"\1N", re.sub(r"\d+-\d+", "", text))))
-    half = len(texts) // 2
-    for with_it, without in zip(texts[:half], texts[half:], strict=True):
-        assert mask(with_it) == mask(without)
-
-
-def mask(entry: tuple[tuple[str, ...], int, str]) -> tuple[tuple[str, ...], int, list[str]]:
-    """Pids differ from holder to holder; what is left of a line must not."""
-    import re
-
-    form, status, text = entry
-    return form, status, [re.sub(r"\d+", "N", line) for line in text.splitlines()]
