@@ -13,7 +13,7 @@ from hostd.cancel import Cancel
 from hostd.errors import NoSuchContainerError, NotPermittedError, UnreadableError, UsageError
 from hostd.events import Fanout, Listener, Silent
 from hostd.ladder import Options, Resume
-from hostd.lock import RUN_DIR, ReleaseLock, acquire
+from hostd.lock import RUN_DIR, ReleaseLock, acquire, ensure_run_dir, is_held
 from hostd.model import BlindSpot
 from hostd.observe import Sources
 from hostd.release import Release, Subject
@@ -31,6 +31,18 @@ Json = dict[str, Any]
 
 HIGHEST_VMID = 999_999_999
 """pve-guest ids run from 100 to 999999999 (pve-common, `pve-vmid` format); smaller ones are accepted here."""
+
+
+def raise_descriptor_limit() -> None:
+    """A container may have more holders than the usual 1,024 descriptors: each is held by one while it ends."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            return  # then they are held in several rounds
 
 
 def require_root() -> None:
@@ -116,13 +128,20 @@ def perform(
     With the `release_id` of a release that was cut off it goes on with that one; if somebody has finished it meanwhile,
     that report is the result. Raises PgrError where there is no report to give.
     """
-    sources.nvml.start()
+    raise_descriptor_limit()
+    try:
+        ensure_run_dir(around.run_dir)  # the driver's lock is there
+    except OSError:
+        pass  # a full /run: the record will say that it is missing
+    if options.dry_run or not is_held(vmid, around.run_dir):  # while we wait for another release we are no GPU client
+        sources.nvml.start()
     subject, spots = find_subject(sources, vmid, around.pve)
     if options.dry_run:
         release = Release(sources, subject, options, around.listener, cancel=cancel, release_id=release_id)
         return _run(release, spots)
     store = Store(around.run_dir)
     lock = _lock(vmid, options, around, cancel)
+    sources.nvml.start()
     try:
         record = store.read(release_id) if release_id else None
         if record is not None and record["vmid"] != vmid:
@@ -180,7 +199,7 @@ def _written_ahead(
 
 def _resetter(options: Options, around: Surroundings) -> Resetter | None:
     """How a GPU may be reset from here. Also puts back what a reset that was killed has left behind."""
-    if not (options.reset or options.auto_reset or _reset_records(around.run_dir)):
+    if not (options.reset or options.auto_reset or reset_records(around.run_dir)):
         return None
     from hostd.reset import Resetter, recover
 
@@ -190,7 +209,8 @@ def _resetter(options: Options, around: Surroundings) -> Resetter | None:
     return Resetter(options.reset_services, around.run_dir, around.owner == "daemon")
 
 
-def _reset_records(run_dir: str) -> bool:
+def reset_records(run_dir: str) -> bool:
+    """True when a reset is under way or was cut off."""
     try:
         return any(name.endswith(".json") for name in os.listdir(os.path.join(run_dir, "resets")))
     except OSError:

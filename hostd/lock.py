@@ -77,6 +77,21 @@ def try_lock(vmid: int, run_dir: str = RUN_DIR) -> ReleaseLock | None:
     return ReleaseLock(fd, path)
 
 
+def is_held(vmid: int, run_dir: str = RUN_DIR) -> bool:
+    """True when somebody else has the lock now. Makes and changes nothing."""
+    try:
+        fd = os.open(os.path.join(run_dir, "locks", f"{vmid}.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def acquire(
     vmid: int,
     *,

@@ -243,6 +243,8 @@ class Holder:
     """It is the container's init, or one of several candidates: ending it may stop the container."""
     open_gpus: tuple[int, ...] = ()
     """Minors of the GPUs that it has open or mapped, whichever of them it uses."""
+    passed_on: bool = False
+    """Not the container's, but a descriptor that it has was opened inside it."""
     dying: bool = False
     """Past exit(), but the driver still lists it: nothing to signal, something to wait for."""
 
@@ -261,8 +263,10 @@ class Heir(StrEnum):
 
     OWN = "own"
     """A live holder of the container observed inherited the opener's descriptors."""
+    PASSED = "passed"
+    """Somebody else's process has a descriptor that was opened inside this container."""
     FOREIGN = "foreign"
-    """Only somebody else's process can have inherited them."""
+    """Only somebody else's process can have inherited them, and it was not opened here."""
     NOBODY = "nobody"
 
 
@@ -304,13 +308,17 @@ class GpuState:
 
     @property
     def ghost_mib(self) -> int | None:
-        """Memory in use that nobody alive accounts for. None when a figure is missing (never 0 then)."""
-        return _minus(self.used_mib, self.live_mib, self.dead_mib(Heir.FOREIGN))
+        """Memory in use that nobody alive accounts for: no listed client that lives, and no living heir of a dead one.
+
+        None when a figure is missing (never 0 then).
+        """
+        return _minus(self.used_mib, self.live_mib, self.dead_mib(Heir.OWN, Heir.PASSED, Heir.FOREIGN))
 
     @property
     def baseline_mib(self) -> int | None:
-        """Ghost memory without what the container's own inheritors keep (DESIGN 3, ghost memory)."""
-        return _minus(self.used_mib, self.live_mib, self.dead_mib(Heir.FOREIGN, Heir.OWN))
+        """What is ghost memory before a release: what a dead opener's heir of the container keeps is no baseline of it
+        (DESIGN 3, ghost memory), and has no share in `ghost_mib` either while that heir lives."""
+        return self.ghost_mib
 
     @property
     def available_mib(self) -> int | None:

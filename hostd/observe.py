@@ -32,7 +32,7 @@ from hostd.model import (
     Supervisor,
 )
 from hostd.supervisor import supervisor_of
-from hostd.system import devices
+from hostd.system import devices, mounts
 from hostd.system.cgroupfs import Cgroupfs, find_mount, owner_of
 from hostd.system.nvml import Nvml
 from hostd.system.pidns import PidNamespace, own_inode
@@ -207,11 +207,14 @@ class Facts:
     """Where the driver's lists placed a holder at an earlier look."""
     heirs: dict[int, frozenset[int]] = field(default_factory=dict)
     """GPU minor -> foreign unlisted pids that can have inherited a dead opener's memory there."""
+    passed: frozenset[int] = frozenset()
+    """Those of them that have a descriptor which was opened inside the container."""
     blind_spots: list[BlindSpot] = field(default_factory=list)
 
 
 MOST_LISTINGS = 16
 """How often one look may read the list of a container's processes again."""
+MOST_ANCESTORS = 16
 SWEEP_S = 1.0
 """How long the result of a sweep over the host is good for."""
 
@@ -229,19 +232,20 @@ class Observer:
         """Pids that were the container's holders at an earlier look: their charges are ours when they are dead."""
         self._placed: dict[ProcessRef, tuple[int, ...]] = {}
         """Where the driver's lists placed a holder when they were read last (DESIGN 4, "Which GPU?")."""
-        self._swept: tuple[frozenset[int], float, dict[int, OpenNodes], dict[int, Process]] | None = None
-        """The last sweep over the host: for which dead openers, when, and whom it found."""
+        self._swept: Sweep | None = None
+        self._mounts: dict[int, frozenset[int]] = {}
+        """Mount namespace of a process of the container -> its mounts: what was opened through one was opened here."""
 
     def close(self) -> None:
         self.view.close()
 
-    def look(self, *, nvml: bool = True) -> Observation:
-        """One complete look; with `nvml=False` without the driver (between rungs, where only processes matter)."""
+    def look(self, *, nvml: bool = True, nvml_deadline_s: float | None = None) -> Observation:
+        """One complete look; with `nvml=False` without the driver. `nvml_deadline_s`: instead of the configured one."""
         at_s = time.monotonic()
         blind: list[BlindSpot] = []
         driver = read_driver(blind)
         if nvml and driver.present:
-            self.sources.nvml.send_snapshot_request()
+            self.sources.nvml.send_snapshot_request(deadline_s=nvml_deadline_s)
         members = self.view.members()
         snapshot = self._snapshot(nvml, driver)
         foreign = self._live_foreign(snapshot, members, blind)
@@ -254,10 +258,14 @@ class Observer:
             facts.blind_spots += [*snapshot.blind_spots, *_implausible(snapshot)]
         self._scan_foreign(facts)
         facts.dying = self._dying(facts)
-        facts.heirs = self._foreign_heirs(facts)
+        self._note_mounts(pid for pid in members.processes if facts.open_nodes.get(pid))
+        self._find_foreign_heirs(facts)
         facts.placed = self._placed
         observation = join(self.vmid, at_s, facts, self._own_seen)
         self._own_seen.update(h.process.pid for h in observation.holders)
+        for gpu in observation.gpus:
+            if not facts.heirs.get(gpu.info.minor):  # then the dead opener cannot have been anybody else's
+                self._own_seen.update(c.pid for c in gpu.dead_clients if c.heir is Heir.OWN)
         if snapshot.gpus:
             listed = _listed_pids(facts)
             self._placed |= {h.ref: h.gpus for h in observation.holders if h.process.pid in listed or h.inherited_from}
@@ -352,52 +360,98 @@ class Observer:
                 facts.blind_spots.append(BlindSpot("procfs", f"tasks of process {pid}", exc.strerror or str(exc), DETAIL))
         return frozenset(found)
 
-    def _foreign_heirs(self, facts: Facts) -> dict[int, frozenset[int]]:
+    def _note_mounts(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            namespace = mounts.mount_namespace(pid)
+            if namespace is not None and namespace not in self._mounts:
+                self._mounts[namespace] = mounts.read_mount_ids(pid)
+
+    def _find_foreign_heirs(self, facts: Facts) -> None:
         """Foreign processes that may keep a dead opener's memory: a sweep over the host, only when there is one."""
         dead = {g.info.minor: frozenset(_dead_pids(g, facts)) for g in facts.snapshot.gpus}
         everyone = frozenset[int]().union(*dead.values())
         if not everyone:
-            return {}
-        open_nodes, processes = self._sweep(everyone, facts)
+            return
+        sweep = self._sweep(everyone, facts)
         listed = _listed_pids(facts)
-        heirs = {
-            minor: frozenset(
+        for minor in (minor for minor, pids in dead.items() if pids):
+            facts.heirs[minor] = frozenset(
                 pid
-                for pid in processes
+                for pid, nodes in sweep.open_nodes.items()
                 if pid not in listed
-                and minor in gpu_minors_of(open_nodes[pid], facts)
-                and can_hold_memory(open_nodes[pid], facts.driver)
+                and minor in gpu_minors_of(nodes, facts)
+                and can_hold_memory(nodes, facts.driver)
+                and (pid in sweep.passed or not self._has_living_opener(sweep.processes[pid], listed))
             )
-            for minor, pids in dead.items()
-            if pids
-        }
-        for pid in frozenset[int]().union(*heirs.values()):
-            facts.foreign[pid] = processes[pid]
-            facts.open_nodes[pid] = open_nodes[pid]
-        return heirs
+        found = frozenset[int]().union(*facts.heirs.values())
+        facts.passed = found & sweep.passed
+        for pid in found:
+            facts.foreign[pid] = sweep.processes[pid]
+            facts.open_nodes[pid] = sweep.open_nodes[pid]
 
-    def _sweep(self, dead: frozenset[int], facts: Facts) -> tuple[dict[int, OpenNodes], dict[int, Process]]:
+    def _has_living_opener(self, process: Process, listed: set[int]) -> bool:
+        """True for the children of a client that lives: their descriptors are its, not a dead one's."""
+        child = process
+        for _ in range(MOST_ANCESTORS):
+            if child.ppid in listed or child.ppid <= 1:
+                return child.ppid in listed
+            try:
+                parent = self.sources.procfs.read_process(child.ppid)
+            except OSError:
+                return False
+            if parent is None or parent.start_time > child.start_time:
+                return False
+            child = parent
+        return False
+
+    def _sweep(self, dead: frozenset[int], facts: Facts) -> Sweep:
         """Every process of others that has a node open. Kept for a moment: while memory drains, look follows look."""
-        if self._swept is not None and self._swept[0] == dead and time.monotonic() - self._swept[1] < SWEEP_S:
-            alive = {pid: p for pid, p in self._swept[3].items() if self.sources.procfs.read_ref(pid) == p.ref}
-            return self._swept[2], alive
+        if self._swept is not None and self._swept.dead == dead and time.monotonic() - self._swept.at_s < SWEEP_S:
+            for known in tuple(self._swept.processes.values()):
+                if self.sources.procfs.read_ref(known.pid) != known.ref:
+                    self._swept.forget(known.pid)
+            return self._swept
+        sweep = Sweep(dead, time.monotonic())
         try:
             pids = set(self.sources.procfs.pids()) - facts.members.processes.keys() - self.sources.helpers()
         except OSError as exc:
             facts.blind_spots.append(BlindSpot("procfs", self.sources.procfs.root, exc.strerror or str(exc), DETAIL))
-            return {}, {}
-        scan = self._scan_pids(pids, frozenset(facts.driver.by_major))
+            return sweep
+        majors = frozenset(facts.driver.by_major)
+        scan = self._scan_pids(pids, majors)
         facts.blind_spots += [replace(spot, code=DETAIL) for spot in scan.blind_spots]
-        processes: dict[int, Process] = {}
-        for pid in scan.open:
+        for pid, nodes in scan.open.items():
             try:
                 process = self.sources.procfs.read_process(pid)
             except OSError:
                 continue  # a figure less in the report, nobody who could be a target
             if process is not None and not self.view.owns(process):
-                processes[pid] = process
-        self._swept = (dead, time.monotonic(), scan.open, processes)
-        return scan.open, processes
+                sweep.processes[pid] = process
+                sweep.open_nodes[pid] = nodes
+        if facts.members.init is not None:
+            self._note_mounts([facts.members.init.pid])
+        ours = frozenset[int]().union(*self._mounts.values())
+        through = mounts.opened_through(sweep.processes, majors, self.sources.scanner.deadline_s)
+        sweep.passed = frozenset(pid for pid, theirs in through.items() if theirs & ours)
+        self._swept = sweep
+        return sweep
+
+
+@dataclass(slots=True)
+class Sweep:
+    """One walk over the host for whoever may keep the memory of dead openers."""
+
+    dead: frozenset[int]
+    at_s: float
+    open_nodes: dict[int, OpenNodes] = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
+    """Not the container's."""
+    passed: frozenset[int] = frozenset()
+    """Those with a descriptor that was opened inside the container."""
+
+    def forget(self, pid: int) -> None:
+        del self.processes[pid], self.open_nodes[pid]
+        self.passed -= {pid}
 
 
 def _implausible(snapshot: NvmlSnapshot) -> list[BlindSpot]:
@@ -515,7 +569,9 @@ def _gpu_state(info: GpuInfo, facts: Facts, own_heirs: frozenset[int], own_seen:
     def heir_of(pid: int) -> Heir:
         if own_heirs:
             return Heir.OWN
-        return Heir.FOREIGN if foreign_heirs and pid not in own_seen else Heir.NOBODY
+        if pid not in own_seen and foreign_heirs - facts.passed:
+            return Heir.FOREIGN
+        return Heir.PASSED if foreign_heirs & facts.passed else Heir.NOBODY
 
     return GpuState(
         info=info,
@@ -565,6 +621,7 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         supervisor=supervisor_of(process.cgroup, vmid),
         is_init=process.ref in facts.members.inits,
         open_gpus=tuple(sorted(gpu_minors_of(nodes, facts))),
+        passed_on=process.pid in facts.passed,
         dying=process.pid in facts.dying,
     )
 

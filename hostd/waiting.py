@@ -61,12 +61,20 @@ class Patience:
     deadline_s: float
     """CLOCK_MONOTONIC."""
     last_progress_s: float = 0.0
+    ever: bool = False
+    """There was progress at all."""
 
     def __post_init__(self) -> None:
         self.last_progress_s = time.monotonic()
 
     def progressed(self) -> None:
         self.last_progress_s = time.monotonic()
+        self.ever = True
+
+    @property
+    def moving(self) -> bool:
+        """There was progress, and not so long ago that none is expected any more: only the absolute end stops us."""
+        return self.ever and time.monotonic() - self.last_progress_s < self.grace_s
 
     @property
     def left_s(self) -> float:
@@ -76,6 +84,13 @@ class Patience:
     @property
     def stalled(self) -> bool:
         return self.left_s <= 0
+
+
+def wait_readable(fd: int, timeout_s: float) -> bool:
+    """Waits until a descriptor is readable (its number may be a large one: no select(2))."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def wait_for_exits(
