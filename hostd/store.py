@@ -66,14 +66,16 @@ class Store:
             fd = os.open(self._file(release_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
-        with os.fdopen(fd, "rb") as file:
+        try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_BYTES:
                 return None
-            try:
+            with open(fd, "rb", closefd=False) as file:
                 record = json.loads(file.read(_MAX_BYTES))
-            except (ValueError, RecursionError, OSError):
-                return None
+        except (ValueError, RecursionError, OSError):
+            return None
+        finally:
+            os.close(fd)
         return record if is_record(record, release_id) else None
 
     def all(self) -> list[Json]:
