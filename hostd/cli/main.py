@@ -15,11 +15,12 @@ VERBS = {
     "log": "the audit trail from the journal",
     "explain": "one release as a story",
     "check-config": "check the configuration file",
+    "hook": "set the hookscript on containers, take it off, show it",
     "doctor": "what on this node would break the promise, and how to mend it",
 }
 """Only verbs that work are listed here; each is a module of this package."""
 
-_VALUED = ("--config", "--grace", "--timeout", "--gpu", "--pid", "--free")
+_VALUED = ("--config", "--grace", "--timeout", "--gpu", "--pid", "--free", "--storage", "--chain-limit")
 
 
 def split_verb(argv: list[str]) -> tuple[str, list[str]]:

@@ -1,0 +1,328 @@
+"""The hookscript as a Proxmox snippet: choosing a storage, installing the file, setting it on containers.
+
+Everything that changes Proxmox goes through its API (proxmoxer, `local` backend: pvesh), which takes the container's
+lock and asks for permission; the file itself has no API. Never called from a hook.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hostd.errors import NoSuchContainerError, PgrError, RefusedError, UnreadableError
+
+Json = dict[str, Any]
+NAME = "pve-gpu-release"
+SOURCE = "/usr/lib/pve-gpu-release/hookscripts/pve-gpu-release"
+MARK = "# pve-gpu-release: hookscript of Proxmox containers"
+"""In the first lines of every copy of ours."""
+CHAIN_LIMIT_S = 60
+API_TIMEOUT_S = 30
+"""pvesh waits up to 10 s for a container's lock."""
+_MOUNTED = frozenset({"nfs", "cifs", "cephfs", "glusterfs"})
+
+
+class Api(Protocol):
+    """The few calls that are needed. Raises PgrError."""
+
+    def get(self, path: str, **options: object) -> Any: ...
+
+    def set(self, path: str, **options: object) -> None: ...
+
+
+class LocalApi:
+    """Proxmox's API on this node by proxmoxer."""
+
+    def __init__(self) -> None:
+        try:
+            from proxmoxer import ProxmoxAPI
+        except ImportError as exc:
+            raise UnreadableError(
+                f"cannot ask Proxmox: {exc}", next_step="apt install python3-proxmoxer", reason="cannot-look"
+            ) from exc
+        self._api = ProxmoxAPI(backend="local", timeout=API_TIMEOUT_S)
+
+    def get(self, path: str, **options: object) -> Any:
+        return self._call("get", path, options)
+
+    def set(self, path: str, **options: object) -> None:
+        self._call("set", path, options)
+
+    def _call(self, verb: str, path: str, options: Mapping[str, object]) -> Any:
+        resource = self._api(path.strip("/"))
+        try:
+            return getattr(resource, verb)(**options)
+        except FileNotFoundError as exc:
+            raise UnreadableError("cannot ask Proxmox: there is no pvesh on this machine") from exc
+        except Exception as exc:
+            text = " ".join(str(exc).split())[:500]
+            raise UnreadableError(f"cannot {verb} {path}: {text or type(exc).__name__}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage that may keep snippets."""
+
+    name: str
+    folder: str
+    """Where its snippets are on this node."""
+    shared: bool
+
+    def volume(self, name: str) -> str:
+        return f"{self.name}:snippets/{name}"
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What was done for one container."""
+
+    vmid: int
+    outcome: str
+    """`enabled`, `refreshed`, `disabled`, `unchanged`."""
+    message: str
+    volume: str = ""
+
+
+# --- pure --------------------------------------------------------------------------------------------------------------
+
+
+def parse_storage(entry: Mapping[str, Any]) -> Storage | None:
+    """One storage of `GET /storage`; None when it keeps no snippets as files."""
+    name, kind = str(entry.get("storage", "")), str(entry.get("type", ""))
+    if "snippets" not in str(entry.get("content", "")).split(",") or str(entry.get("disable", "0")) == "1":
+        return None
+    path = str(entry.get("path") or (f"/mnt/pve/{name}" if kind in _MOUNTED else ""))
+    if not path:
+        return None
+    folder = os.path.join(path, "snippets")
+    for part in str(entry.get("content-dirs") or "").split(","):
+        kind_of, _, below = part.partition("=")
+        if kind_of == "snippets" and below:
+            folder = os.path.join(path, below.strip("/"))
+    return Storage(name, folder, str(entry.get("shared", "0")) == "1" or kind in _MOUNTED)
+
+
+def choose_storage(storages: Iterable[Storage], wanted: str | None, nodes: int) -> Storage:
+    """The storage for the snippet. Raises RefusedError: nothing is created and no storage is changed for this.
+
+    In a cluster a shared one is better: a container whose snippet is missing on the other node does not start there.
+    """
+    found = list(storages)
+    if wanted is not None:
+        for storage in found:
+            if storage.name == wanted:
+                return storage
+        raise RefusedError(
+            f"cannot use storage {wanted}: it does not exist here or does not allow snippets",
+            next_step=f"choose from: {', '.join(s.name for s in found) or 'none'}",
+        )
+    if not found:
+        raise RefusedError(
+            "cannot install the hookscript: no storage of this node allows snippets",
+            next_step="Datacenter > Storage > local > Content: add Snippets, or pvesm set local --content ...,snippets",
+        )
+    ranked = sorted(found, key=lambda s: (nodes > 1 and not s.shared, s.name != "local", s.name))
+    return ranked[0]
+
+
+def split_volume(volume: str) -> tuple[str, str]:
+    """(storage, file name) of `local:snippets/name`; ("", "") for anything else."""
+    storage, colon, rest = volume.partition(":")
+    kind, slash, name = rest.partition("/")
+    if not (colon and slash) or kind != "snippets" or not name or "/" in name:
+        return "", ""
+    return storage, name
+
+
+def is_ours(text: str) -> bool:
+    return MARK in text[:4096]
+
+
+def with_chain(text: str, path: str, volume: str, limit_s: float) -> str:
+    """The snippet that calls another hookscript after ours."""
+    lines = []
+    for line in text.split("\n"):
+        if line == "chained=":
+            line = f"chained={shlex.quote(path)} # {volume}"
+        elif line.startswith("chain_limit="):
+            line = f"chain_limit={limit_s:g}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def chained_volume(text: str) -> str:
+    """The volume of the hookscript that this snippet calls; empty when it calls none."""
+    for line in text.split("\n"):
+        if line.startswith("chained=") and " # " in line:
+            return line.rpartition(" # ")[2].strip()
+    return ""
+
+
+# --- doing ---------------------------------------------------------------------------------------------------------------
+
+
+class Snippets:
+    """Sets and removes our hookscript. `source` is the script as installed with the package."""
+
+    def __init__(self, api: Api, *, storage: str | None = None, source: str = SOURCE) -> None:
+        self._api = api
+        self._source = source
+        self.storages = {s.name: s for entry in api.get("/storage") if (s := parse_storage(entry)) is not None}
+        usable = {str(e["storage"]) for e in api.get("/nodes/localhost/storage", content="snippets", enabled=1)}
+        self.storages = {name: s for name, s in self.storages.items() if name in usable}
+        self._wanted = storage
+
+    def nodes(self) -> int:
+        """How many nodes the cluster has; 1 where that cannot be said."""
+        try:
+            found = self._api.get("/cluster/status")
+        except PgrError:
+            return 1
+        return max(1, sum(1 for entry in found if entry.get("type") == "node"))
+
+    def current(self, vmid: int) -> tuple[str, str, str]:
+        """(volume, text, digest): the container's hookscript now, what the file says, and the configuration's digest.
+
+        Text is empty for no hookscript or a file that cannot be read. Raises NoSuchContainerError.
+        """
+        try:
+            config = self._api.get(f"/nodes/localhost/lxc/{vmid}/config")
+        except UnreadableError as exc:
+            if "does not exist" in exc.message or "no such" in exc.message.lower():
+                raise NoSuchContainerError(f"no container {vmid} on this node", vmid=vmid) from exc
+            raise
+        volume = str(config.get("hookscript") or "")
+        return volume, self.read(volume), str(config.get("digest") or "")
+
+    def read(self, volume: str) -> str:
+        path = self.path_of(volume)
+        if not path:
+            return ""
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read(1 << 20)
+        except OSError:
+            return ""
+
+    def path_of(self, volume: str) -> str:
+        storage, name = split_volume(volume)
+        known = self.storages.get(storage)
+        return known.path(name) if known is not None and name else ""
+
+    def enable(self, vmid: int, *, chain: bool, limit_s: float = CHAIN_LIMIT_S) -> Change:
+        """Our hookscript on one container. A foreign one stays unless `chain`. Raises PgrError."""
+        volume, text, digest = self.current(vmid)
+        ours = is_ours(text) or _is_our_name(volume)
+        chained = chained_volume(text) if ours else volume
+        if not ours and volume and not chain:
+            raise RefusedError(
+                f"container {vmid} has another hookscript: {volume}",
+                next_step=f"pve-gpu-release hook enable --chain {vmid}: ours runs first and then calls it",
+                vmid=vmid,
+            )
+        storage = self._storage_for(volume if ours else "")
+        name = f"{NAME}-{vmid}" if chained else NAME
+        wanted = self._script()
+        if chained:
+            path = self.path_of(chained)
+            if not path or not os.access(path, os.X_OK):
+                raise RefusedError(
+                    f"cannot chain {chained} of container {vmid}: it is no executable file of a storage that is here",
+                    vmid=vmid,
+                )
+            wanted = with_chain(wanted, path, chained, limit_s)
+        changed = install(storage.path(name), wanted)
+        target = storage.volume(name)
+        if volume == target:
+            what = "refreshed" if changed else "unchanged"
+            return Change(vmid, what, f"container {vmid} has it already: {target}", target)
+        self._set(vmid, target, digest)
+        more = f"; it calls {chained} after itself" if chained else ""
+        return Change(vmid, "enabled", f"container {vmid}: hookscript is {target}{more}", target)
+
+    def disable(self, vmid: int) -> Change:
+        """Takes ours off; a chained one is set again. A foreign hookscript is left alone."""
+        volume, text, digest = self.current(vmid)
+        if not volume or not (is_ours(text) or _is_our_name(volume)):
+            return Change(vmid, "unchanged", f"container {vmid} has no hookscript of ours", volume)
+        before = chained_volume(text)
+        self._set(vmid, before, digest)
+        if before:
+            try:
+                os.unlink(self.path_of(volume))
+            except OSError:
+                pass  # another node's, or gone: nothing refers to it any more
+        message = f"container {vmid}: hookscript removed" + (f", {before} is set again" if before else "")
+        return Change(vmid, "disabled", message, before)
+
+    def _storage_for(self, volume: str) -> Storage:
+        """Where it is already, unless another one is asked for."""
+        there = self.storages.get(split_volume(volume)[0]) if self._wanted is None else None
+        return there or choose_storage(self.storages.values(), self._wanted, self.nodes())
+
+    def _set(self, vmid: int, volume: str, digest: str) -> None:
+        """Sets or deletes the hookscript and reads it back."""
+        path = f"/nodes/localhost/lxc/{vmid}/config"
+        options: dict[str, object] = {"hookscript": volume} if volume else {"delete": "hookscript"}
+        if digest:
+            options["digest"] = digest  # nobody else's change in between is overwritten
+        problem: PgrError | None = None
+        try:
+            self._api.set(path, **options)
+        except PgrError as exc:  # a warning on pvesh's error stream looks like a failure to proxmoxer
+            problem = exc
+        now = self.current(vmid)[0]
+        if now != volume:
+            if problem is not None:
+                raise problem
+            raise UnreadableError(f"cannot set the hookscript of container {vmid}: it reads {now or 'none'}", vmid=vmid)
+
+    def _script(self) -> str:
+        try:
+            with open(self._source, encoding="utf-8") as file:
+                return file.read()
+        except OSError as exc:
+            raise UnreadableError(
+                f"cannot read {self._source}: {exc.strerror}", next_step="apt install --reinstall pve-gpu-release"
+            ) from exc
+
+
+def _is_our_name(volume: str) -> bool:
+    """A volume that is named as ours is, though its file is not there (any more)."""
+    name = split_volume(volume)[1]
+    return name == NAME or (name.startswith(f"{NAME}-") and name[len(NAME) + 1 :].isdecimal())
+
+
+def install(path: str, text: str) -> bool:
+    """Writes the file, mode 0755, in one step, and reads it back; False when it was there like that. Raises PgrError.
+
+    The directory is Proxmox's: it must be there already.
+    """
+    try:
+        with open(path, "rb") as file:
+            same = file.read() == text.encode()
+        if same and stat.S_IMODE(os.stat(path).st_mode) & 0o111:
+            return False
+    except OSError:
+        pass
+    temporary = f"{path}.{os.getpid()}.new"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o755)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o755)
+        os.rename(temporary, path)
+        with open(path, encoding="utf-8") as file:
+            if file.read() != text:
+                raise UnreadableError(f"cannot install {path}: it reads differently")
+    except OSError as exc:
+        step = f"mkdir -p {os.path.dirname(path)}" if isinstance(exc, FileNotFoundError) else ""
+        raise UnreadableError(f"cannot install {path}: {exc.strerror}", next_step=step) from exc
+    return True
