@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hostd import audit
+from hostd.engine import reset_records
 from hostd.lifecycle.event import STOP_PHASES
-from hostd.lock import read_owner, try_lock
+from hostd.lock import RUN_DIR, read_owner, try_lock
 from hostd.model import Report
 from hostd.release import boot_ticks_now
 from hostd.service.interface import INTERFACE
@@ -42,6 +43,11 @@ class Recovery:
         self._attempts: dict[str, int] = {}
 
     def run(self) -> None:
+        if reset_records(RUN_DIR):
+            from hostd.reset import recover
+
+            for text in recover():
+                self._say(audit.reset_recovered(text))
         self._store.sweep()
         for record in self._store.open_ones():
             self._deal_with(record)

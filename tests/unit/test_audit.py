@@ -167,6 +167,7 @@ def every_other_event() -> Iterator[audit.Entry]:
     yield audit.config_failed("/etc/x.yaml", ["one", "two"], instead="the last good configuration")
     yield audit.nvml_wedged(7, "nvmlInit", 12.4)
     yield audit.nvml_recovered(7)
+    yield audit.reset_recovered("the reset of release 0a was cut off: services are as they were")
     yield audit.internal_error("worker", "Traceback\n  x\nValueError: bad\n")
     yield audit.entries_dropped(3)
     yield audit.finished(ctx, Report("x", 129, "cli", None, "busy"))
