@@ -20,6 +20,8 @@ HELP = (
     "Set our hookscript on containers, take it off, or show which container has it. With the systemd drop-in of the "
     "package it keeps GPUs from staying held over a stop, however a container stopped."
 )
+INTERMIXED = True
+"""Options may stand between the action and the containers."""
 UNITS = ("pve-container@.service", "pve-container-debug@.service")
 DROP_IN = "50-pve-gpu-release.conf"
 UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")

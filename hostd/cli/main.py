@@ -83,7 +83,8 @@ def main(argv: list[str]) -> int:
     module = import_module(f"hostd.cli.{verb.replace('-', '_')}")
     parser = Parser(prog=f"pve-gpu-release {verb}" if verb != "release" else "pve-gpu-release", description=module.HELP)
     module.add_arguments(parser)
-    args = parser.parse_args(rest)
+    parse = parser.parse_intermixed_args if getattr(module, "INTERMIXED", False) else parser.parse_args
+    args = parse(rest)
     try:
         return int(module.run(args))
     except PgrError as exc:
