@@ -30,10 +30,12 @@ lint: setup
 
 ## make e2e         a whole Proxmox-like node with systemd and LXC; SUITE=bookworm or trixie
 e2e: setup
-	PGR_REQUIRE_NODE=1 PGR_SUITE=$(SUITE) $(PY) -m pytest -q tests/node
+	bash tools/setup.sh --node
+	PGR_REQUIRE_NODE=1 PGR_SUITE=$(SUITE) $(PY) -m pytest -q tests/node tests/package
 
 e2e-smoke: setup
-	PGR_REQUIRE_NODE=1 PGR_SUITE=$(SUITE) $(PY) -m pytest -q tests/node -m smoke
+	bash tools/setup.sh --node
+	PGR_REQUIRE_NODE=1 PGR_SUITE=$(SUITE) $(PY) -m pytest -q tests/node tests/package -m smoke
 
 ## make bench       speed beside fuser, lsof and a bare python3 (no assertions)
 bench: setup

@@ -3,7 +3,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(gcc libc6-dev pkg-config libsystemd-dev python3-venv python3-dev psmisc lsof util-linux e2fsprogs procps kmod)
+# --node: what the virtual node and the package build need too, and nothing else.
+if [[ ${1:-} == --node ]]; then
+  packages=(mmdebstrap systemd-container debian-archive-keyring)
+else
+  packages=(gcc libc6-dev pkg-config libsystemd-dev python3-venv python3-dev psmisc lsof util-linux e2fsprogs procps kmod)
+fi
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
@@ -18,6 +23,8 @@ if ((${#missing[@]})); then
   apt-get update -qq
   apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
+
+[[ ${1:-} != --node ]] || exit 0
 
 python=${PYTHON:-python3}
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
