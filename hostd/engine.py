@@ -133,7 +133,9 @@ def perform(
         ensure_run_dir(around.run_dir)  # the driver's lock is there
     except OSError:
         pass  # a full /run: the record will say that it is missing
-    if options.dry_run or not is_held(vmid, around.run_dir):  # while we wait for another release we are no GPU client
+    if not options.dry_run and is_held(vmid, around.run_dir):
+        sources.nvml.close()  # while we wait for another release we are no client of the GPU
+    else:
         sources.nvml.start()
     subject, spots = find_subject(sources, vmid, around.pve)
     if options.dry_run:

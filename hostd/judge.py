@@ -24,6 +24,9 @@ from hostd.verdicts import EXIT_PRECEDENCE, REASONS, say
 DETAIL_ONLY = "detail-unreadable"
 """Code of a blind spot that takes nothing away from the look (a command line, the mappings of a known holder)."""
 
+RESERVE_COUNTED = "memory-v1"
+"""Code of a GPU of an old driver whose "used" has its own reserve in it: only a difference means anything then."""
+
 _DRIVER_CODES = ("nvml-missing", "driver-mismatch", "driver-not-loaded", "driver-silent")
 
 
@@ -304,7 +307,7 @@ def _ghost_before(case: Case) -> Judgement | None:
     """Ghost memory that was there before: held only on a GPU that nobody else is attached to (DESIGN 4, Verify)."""
     for state, _ in _states(case):
         ghost, baseline = state.ghost_mib, baseline_of(state.info.minor, case.before, case.baseline_mib)
-        if ghost is None or baseline is None or state.foreign_clients:
+        if ghost is None or baseline is None or state.foreign_clients or state.error_code == RESERVE_COUNTED:
             continue
         if min(ghost, baseline) > state.tolerance_mib:
             text = f"{ghost:,} MiB on {gpu_text(state)}"

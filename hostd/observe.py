@@ -209,6 +209,8 @@ class Facts:
     """GPU minor -> foreign unlisted pids that can have inherited a dead opener's memory there."""
     passed: frozenset[int] = frozenset()
     """Those of them that have a descriptor which was opened inside the container."""
+    host_minors: frozenset[int] | None = None
+    """Minors of the host's GPU nodes, read when somebody has one open that nobody knows."""
     blind_spots: list[BlindSpot] = field(default_factory=list)
 
 
@@ -487,8 +489,15 @@ def known_gpus(named: tuple[GpuInfo, ...], blind: list[BlindSpot]) -> tuple[GpuI
 
 
 def gpu_minors_of(nodes: OpenNodes, facts: Facts) -> frozenset[int]:
-    """Which of the open nodes are GPUs; control nodes (nvidiactl, uvm, caps) are not."""
-    return frozenset(n.minor for n in nodes.all if devices.is_gpu(n, facts.driver, facts.gpus))
+    """Which of the open nodes are GPUs; control nodes (nvidiactl, uvm, caps) are not. A GPU that nobody knows any more is
+    one as long as the host has its node (DESIGN 4, "Which nodes are GPUs")."""
+    known = {n.minor for n in nodes.all if devices.is_gpu(n, facts.driver, facts.gpus)}
+    unknown = {n.minor for n in nodes.all if n.major in facts.driver.gpu_majors} - known
+    if unknown:
+        if facts.host_minors is None:
+            facts.host_minors = devices.read_host_minors(facts.driver)
+        known |= unknown & facts.host_minors
+    return frozenset(known)
 
 
 def can_hold_memory(nodes: OpenNodes, driver: DriverNumbers) -> bool:

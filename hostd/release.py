@@ -16,6 +16,7 @@ from hostd.cancel import Cancel
 from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, RefusedError
 from hostd.events import Listener, Silent
 from hostd.judge import (
+    RESERVE_COUNTED,
     Case,
     Handover,
     Judgement,
@@ -51,7 +52,7 @@ from hostd.stopunit import Lineage, Stopped, UnitStopper
 from hostd.system.kmsg import Xid
 from hostd.system.pidfd import Pinned, wait_any
 from hostd.triage import stuck_tasks
-from hostd.verdicts import say
+from hostd.verdicts import REASONS, say
 from hostd.waiting import MemoryGauge, Patience, wait_for_exits, wait_readable
 from hostd.xid import XidWatch
 
@@ -198,10 +199,10 @@ class Release:
         if self.options.dry_run:
             self._conclude(state, first)
             return
+        self._refuse_init(first)
         if not work:
             self._conclude(state, self._probe_old_ghosts(state, first))
             return
-        self._refuse_init(first)
         self.xids = XidWatch()
         self.lineage.note(holders)
         last = self._climb(state, first)
@@ -469,7 +470,8 @@ class Release:
         for gpu in observation.gpus:
             minor = gpu.info.minor
             ghost, baseline = gpu.ghost_mib, baseline_of(minor, state.first, self._baseline)
-            if minor not in state.minors | self._own_minors() or gpu.foreign_clients or not ghost or not baseline:
+            wanted = minor in state.minors | self._own_minors() and gpu.error_code != RESERVE_COUNTED
+            if not wanted or gpu.foreign_clients or not ghost or not baseline:
                 continue
             if min(ghost, baseline) > gpu.tolerance_mib:
                 total += ghost
@@ -792,7 +794,7 @@ class Release:
         return process is not None and process.ref == ref and not process.is_zombie
 
     def _end_by_error(self, exc: PgrError) -> None:
-        self.report.verdict = None
+        self.report.verdict = REASONS[exc.reason].verdict if exc.reason in REASONS else None
         self.report.reason = exc.reason
         self.report.message = exc.message
         self.report.next_step = exc.next_step

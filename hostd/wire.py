@@ -165,11 +165,11 @@ def report_dict(report: Report) -> Json:
 
 
 def error_dict(error: PgrError, vmid: int | None = None) -> Json:
-    """A refusal or an error before or instead of a release."""
+    """A refusal or an error before or instead of a release: no verdict, unless not being able to look is one."""
     return {
         "schema": SCHEMA,
         "vmid": vmid if vmid is not None else error.vmid,
-        "verdict": None,
+        "verdict": row.verdict.value if (row := REASONS.get(error.reason)) and row.verdict else None,
         "reason": error.reason,
         "message": clean(error.message),
         "next_step": clean(error.next_step),

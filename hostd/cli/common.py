@@ -71,6 +71,14 @@ def require_root() -> None:
         raise NotPermittedError(message, next_step=step)
 
 
+def positive_seconds(text: str) -> float:
+    """As `seconds`, without 0: a limit of nothing is no limit and no release either."""
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 is no time limit (more than 0 seconds)")
+    return value
+
+
 def print_json(value: Json) -> None:
     import json
 

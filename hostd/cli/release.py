@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from hostd.cli.common import add_common_options, print_json, seconds, status_of, vmid
+from hostd.cli.common import add_common_options, positive_seconds, print_json, seconds, status_of, vmid
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError
 
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", type=seconds, metavar="S", help="seconds after SIGTERM without progress (default 10)"
     )
-    parser.add_argument("--timeout", type=seconds, metavar="S", help="limit on one release in seconds (default 150)")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, metavar="S", help="limit on one release in seconds (default 150)"
+    )
     parser.add_argument("--gpu", metavar="SEL", help="only this GPU: NVML index, minor, UUID or PCI address")
     parser.add_argument("--pid", metavar="PID", help="only this process: its pid in the container, or host:PID")
     parser.add_argument("--stop", action="store_true", help="may stop the container if its init is a holder")

@@ -104,7 +104,7 @@ class Renderer:
         if self._quiet:
             self.problem(report)
             return
-        if report.get("verdict"):
+        if report.get("verdict") and "gpus" in report:
             for gpu in report["gpus"]:
                 self._line(self._gpu(gpu, report))
             for holder in report["holders"]:

@@ -9,6 +9,7 @@ import errno
 import marshal
 import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ CONTROL_MINORS = frozenset({254, 255})
 """On the GPUs' major: 255 is nvidiactl, 254 nvidia-modeset (nv-linux.h, NV_MINOR_DEVICE_NUMBER_CONTROL_DEVICE)."""
 
 _PCI = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", re.IGNORECASE | re.ASCII)
+_GPU_NODE = re.compile(r"nvidia[0-9]+", re.ASCII)
 _VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 
 
@@ -164,6 +166,23 @@ def _join(gpu: GpuInfo, kernel: GpuInfo | None) -> GpuInfo:
         pci_bus_id=gpu.pci_bus_id or kernel.pci_bus_id,
         name=gpu.name or kernel.name,
     )
+
+
+def read_host_minors(driver: DriverNumbers, dev: str = "/dev") -> frozenset[int]:
+    """Minors of the `nvidiaN` nodes that the host has, also of a GPU that neither driver nor /proc knows any more."""
+    found = set()
+    try:
+        names = [name for name in os.listdir(dev) if _GPU_NODE.fullmatch(name)]
+    except OSError:
+        return frozenset()
+    for name in names:
+        try:
+            info = os.stat(os.path.join(dev, name), follow_symlinks=False)
+        except OSError:
+            continue
+        if stat.S_ISCHR(info.st_mode) and os.major(info.st_rdev) in driver.gpu_majors:
+            found.add(os.minor(info.st_rdev))
+    return frozenset(found)
 
 
 def is_gpu(node: DeviceId, driver: DriverNumbers, gpus: Iterable[GpuInfo]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostd.verdicts import REASONS
-from tests.embedded.node import STANDIN, HolderHandle, Node
+from tests.embedded.node import STANDIN, HolderHandle, Node, wait_until
 from tests.embedded.scope import Running
 from tests.verdict_cases import CASES
 
@@ -143,6 +143,19 @@ def held_mib(node: Node) -> dict[int, int]:
                 if words[0] != "import":
                     found[int(words[2])] = found.get(int(words[2]), 0) + int(words[3])
     return found
+
+
+def written_ahead(node: Node) -> str:
+    """What releases have written ahead so far."""
+    try:
+        return "".join(path.read_text() for path in node.path("/run/pve-gpu-release/releases").glob("*.json"))
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for_rung(node: Node, step: str = "term") -> None:
+    """Until a release has written down that it begins this step."""
+    wait_until(lambda: f'"step": "{step}"' in written_ahead(node), f"{step} has begun")
 
 
 def dead(*families: HolderHandle) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.embedded.node import Container, HolderHandle, Node, wait_until
+from tests.embedded.node import Container, HolderHandle, Node
 
 from .conftest import ALL_NODES, ONE_GPU
-from .product import Product, dead, finish, held_mib, lives, parsed
+from .product import Product, dead, finish, held_mib, lives, parsed, wait_for_rung
 
 Engine = Callable[..., HolderHandle]
 OTHERS = {51: 2048}
@@ -228,7 +228,7 @@ def test_memory_that_another_container_allocates_meanwhile_is_not_ours(
     ours = engine(term_ms=800)
     other = node.container(130)
     running = product.start(129, "--json")
-    wait_until(lambda: b"term" in _record(node), "TERM has been sent")
+    wait_for_rung(node)
     new = other.spawn_holder(open=ONE_GPU, alloc=("50:42759:compute",))
     done = finish(running)
     answer = parsed(done.status, done.out, done.err).must_be("released")
@@ -241,7 +241,7 @@ def test_a_client_of_another_container_that_leaves_meanwhile_changes_nothing(
     ours = engine(term_ms=800)
     other = node.container(130).spawn_holder(open=ONE_GPU, alloc=("50:42759:compute",))
     running = product.start(129, "--json")
-    wait_until(lambda: b"term" in _record(node), "TERM has been sent")
+    wait_for_rung(node)
     other.kill()
     done = finish(running)
     answer = parsed(done.status, done.out, done.err).must_be("released")
@@ -271,15 +271,6 @@ def test_another_container_that_allocates_and_frees_all_the_time_is_no_ghost(
         thread.join()
     answer.must_be("released")
     assert dead(ours)
-
-
-def _record(node: Node) -> bytes:
-    """What releases have written ahead so far."""
-    directory = node.path("/run/pve-gpu-release/releases")
-    try:
-        return b"".join(path.read_bytes() for path in directory.iterdir())
-    except FileNotFoundError:
-        return b""
 
 
 # --- a part of the container only ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -49,8 +50,8 @@ def test_a_stop_that_takes_long_is_reported_and_nothing_is_signalled_while_init_
     lock = node.path("/run/lock/lxc/pve-config-129.lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
-    script = f"import fcntl,time;f=open({str('/run/lock/lxc/pve-config-129.lock')!r},'a');fcntl.flock(f,2);print('held',flush=True);time.sleep(600)"
-    stopping = node.popen([sys.executable, "-I", "-c", script])
+    take = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); time.sleep(600)"
+    stopping = node.popen([sys.executable, "-I", "-c", take, "/run/lock/lxc/pve-config-129.lock"])
     assert stopping.popen.stdout is not None and stopping.popen.stdout.readline() == "held\n"
     hook("pre-stop")
     until(lambda: reports(hook) >= 2, "two reports")
@@ -84,7 +85,12 @@ def test_a_stuck_task_is_named_with_the_way_out(daemon: Start, container: Contai
     holder.main.wait_stuck()
     hook("pre-stop")
     container.init_process.kill(signal.SIGKILL)
-    watched = until(lambda: "cannot die" in (hook.remembered("watch") or {}).get("message", "") and hook.remembered("watch"), "the stuck task")
+
+    def named() -> Any:
+        watched = hook.remembered("watch")
+        return watched if watched and "cannot die" in watched["message"] else None
+
+    watched = until(named, "the stuck task")
     assert f"pid {holder.pid} (state D" in watched["message"] and "thawed" in watched["next_step"]
     began = time.monotonic()
     hook("exec-stop-post", INVOCATION_ID=INVOCATION)
@@ -104,7 +110,7 @@ def test_a_daemon_that_is_killed_in_the_middle_leaves_the_work_to_the_hook(
     post_stop = hook.start("post-stop", INVOCATION_ID=INVOCATION)
     until(lambda: hook.records(), "the record written ahead")
     running.process.kill(signal.SIGKILL)
-    out, err = post_stop.popen.communicate(timeout=30)
+    _, err = post_stop.popen.communicate(timeout=30)
     assert post_stop.popen.returncode == 0 and err == ""
     (record,) = hook.records()
     assert record["report"]["verdict"] == "released" and record["owner"] == "hook"
