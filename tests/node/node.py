@@ -21,18 +21,20 @@ Files (paths as the node sees them)
 Looking
     node.journal(since=CURSOR, **FIELDS)  node.cursor()  node.processes(cgroup)  node.populated(cgroup)
     node.tasks()                     task logs, oldest first: Task(upid, kind, vmid, log)
-    node.wait_until(callable, what, timeout)   node.wait_unit(unit, state)
+    node.wait_until(callable, what, timeout)   node.wait_unit(unit, state)   node.wait_empty(cgroup)
+    node.move(host_pids, cgroup)     puts processes into a cgroup of the node
 Containers
     ct.start() ct.stop() ct.shutdown() ct.reboot()        through pct
     ct.attach(argv)  ct.attach_popen(argv)                lxc-attach
     ct.running  ct.init_pid  ct.host_init_pid  ct.monitor_pid  ct.config  ct.root (a host path)
     ct.processes()                                        pids (of the node) in lxc/VMID and below
+    ct.wait_booted()  ct.wait_stopped()                   the container's systemd is up; monitor gone, unit at rest
     ct.hold(**fields of Holder) -> GpuHolder              a holder inside, see tests/embedded/process.py
 Boots
     node.reboot()  node.reboot(clean=False)     same files, new boot        VirtualNode(driver=, nvml=, nodes=) variants
 GPUs (the stand-ins of tests/embedded): node.gpus, node.control(KEY=VALUE), node.clear_control(), node.hold(Holder(...))
 Stuck tasks
-    with node.frozen() as frozen: ...                     an ext4 that is frozen: touching it is D state; frozen.thaw()
+    with node.frozen() as frozen: ...                     an ext4 at /frozen; frozen.freeze(): writing there is D state
 
 Everything belongs to a keeper process (keeper.py) and goes when it goes: at the end of the `with`, when the test process
 dies, or at the next start after the keeper itself was killed.
@@ -416,7 +418,7 @@ class VirtualNode:
         return [entry for entry in entries if all(has_value(entry.get(key), value) for key, value in wanted.items())]
 
     def node_pid(self, host_pid: int) -> int:
-        """The pid in the node's PID namespace (second level of NSpid counted from the node's own depth)."""
+        """The pid in the node's PID namespace: the level of NSpid on which the node's own systemd is the last."""
         return self._pid_at(host_pid, self._depth())
 
     @property
@@ -479,7 +481,7 @@ class VirtualNode:
             return False
 
     def wait_empty(self, cgroup: str, timeout: float = 10) -> None:
-        """Until `populated 0` or the cgroup is gone, woken by the kernel."""
+        """Until `populated 0` or the cgroup is gone."""
         self.wait_until(lambda: not self.populated(cgroup), f"{cgroup} to become empty", timeout)
 
     def cgroup_exists(self, cgroup: str) -> bool:
