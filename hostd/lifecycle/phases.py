@@ -332,13 +332,14 @@ class Lifecycle:
             self._say(report["message"])
             return
         word = "goes on" if gate.allow else "REFUSED"
-        self._say(f"start {word}: {gate.message}")
+        text = gate.message.removeprefix(f"container {self.event.vmid}: ")
+        self._say(f"start {word}: {text}")
         self._send(
             audit.gate(
                 self._context(),
                 blocked=not gate.allow,
                 reason=gate.reason,
-                message=gate.message,
+                message=text,
                 next_step=gate.next_step,
             )
         )

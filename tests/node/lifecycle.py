@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.embedded.process import Holder
+from tests.node import build
 from tests.node.node import Container, NodeError, NodeProcess, VirtualNode
 from tests.node.standin import GpuHolder
 
@@ -45,16 +46,26 @@ class Row:
 TABLE: list[Row] = []
 
 
+def print_table(name: str, note: str = "") -> None:
+    """For the closing note: on the terminal with `pytest -s`, and as a file beside the node cache."""
+    lines = ["| path | phases seen | records | time added |", "| --- | --- | --- | --- |", *map(str, TABLE), note]
+    TABLE.clear()
+    text = "\n".join(lines) + "\n"
+    target = build.cache_root() / f"{name}-{os.environ.get('PGR_SUITE', 'bookworm')}.md"
+    target.write_text(text)
+    print(f"\n{text}({target})")
+
+
 @dataclass
 class World:
     node: VirtualNode
     ct: Container
     other: Container
-    neighbour: GpuHolder
     call_ms: float = 0.0
     """What one call of the hook costs by itself: shell, Python, the daemon's answer for a container without GPU."""
     cursor: str = ""
     holders: list[GpuHolder] = field(default_factory=list)
+    neighbours: list[GpuHolder] = field(default_factory=list)
 
     @classmethod
     def make(cls, node: VirtualNode, init: str = "tiny") -> World:
@@ -62,13 +73,26 @@ class World:
         node.install_product()
         node.write(CONFIG_PATH, CONFIG)
         other = node.add_container(130, gpus=(0, 1), init="tiny")
-        other.start()
-        neighbour = other.hold(argv=("train",), open=NODES, alloc=("50:2048:compute", "51:1024:compute"), ignore_term=True)
         ct = node.add_container(129, gpus=(0, 1), init=init)
         ct.hookscript(SNIPPET)
-        world = cls(node, ct, other, neighbour)
+        world = cls(node, ct, other)
+        world.neighbour_comes()
         world.call_ms = world.time_of_a_call()
         return world
+
+    def neighbour_comes(self) -> None:
+        """A job in 130 on both GPUs, which must live on whatever happens to 129."""
+        self.other.start()
+        job = self.other.hold(argv=("train",), open=NODES, alloc=("50:2048:compute", "51:1024:compute"), ignore_term=True)
+        self.neighbours.append(job)
+
+    def neighbour_leaves(self) -> None:
+        for job in self.neighbours:
+            job.end()
+            self.node.standin.holders.remove(job)
+        self.neighbours.clear()
+        self.other.stop()
+        self.other.wait_stopped()
 
     def time_of_a_call(self) -> float:
         self.node.add_container(131, init="tiny")
@@ -158,7 +182,7 @@ class World:
         if not running:
             assert not self.node.populated("lxc/129")
         self.must_be_free()
-        assert len(self.neighbour.alive()) == len(self.neighbour.processes), "container 130 was touched"
+        assert all(process.alive() for job in self.neighbours for process in job.processes), "container 130 was touched"
         self.note(path)
         self.forget_holders()
         if not running:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.node.lifecycle import CONFIG, NODES, SNIPPET, World
+from tests.node.lifecycle import CONFIG, NODES, SNIPPET, World, print_table
 from tests.node.node import Container, VirtualNode
 
 pytestmark = pytest.mark.node
@@ -37,27 +37,29 @@ def quiet(world: World) -> Iterator[World]:
 
 
 @pytest.mark.smoke
-def test_the_gate_blocks_and_the_task_says_why(quiet: World) -> None:
-    world = quiet
-    world.begin(running=False)
-    world.configure(CONFIG.replace("hook: {", "hook: {on_dirty: block, "))
-    world.other.stop()  # alone on the GPU ghost memory is certain
-    world.node.control(ghost_mib={50: 5000})
-    done = world.node.pct("start", 129, check=False)
-    assert done.returncode == 255
-    task = world.node.tasks()[-1]
-    assert "start REFUSED: 5,000 MiB on GPU 0" in task.log and "next: " in task.log
-    assert "exit code 77" in task.status
-    (entry,) = world.entries("gate-blocked")
-    assert entry["PRIORITY"] == "3" and entry["REASON"] == "ghost-memory"
-    assert world.node.systemctl("start", world.ct.unit, check=False).returncode != 0
-    assert len(world.entries("gate-blocked")) == 2 and not world.ct.running
-    world.node.clear_control()
-    world.other.start()
-    world.neighbour = world.other.hold(argv=("train",), open=NODES, alloc=("50:2048:compute", "51:1024:compute"))
-    world.cursor = world.node.cursor()
-    world.ct.start()
-    world.check("start after the gate refused", STARTED, running=True)
+def test_the_gate_blocks_and_the_task_says_why(require_virtual_node: None) -> None:
+    with VirtualNode() as node:
+        world = World.make(node)
+        world.begin(running=False)
+        world.configure(CONFIG.replace("hook: {", "hook: {on_dirty: block, "))
+        world.neighbour_leaves()  # alone on the GPU ghost memory is certain
+        node.control(ghost_mib={50: 5000})
+        done = node.pct("start", 129, check=False)
+        assert done.returncode == 255
+        task = node.tasks()[-1]
+        refusal = "container 129: start REFUSED: no holder is left, but 5,000 MiB on GPU 0"
+        assert refusal in task.log and "next: " in task.log and "exit code 77" in task.status
+        (entry,) = world.entries("gate-blocked")
+        assert entry["PRIORITY"] == "3" and entry["REASON"] == "ghost-memory"
+        assert node.systemctl("start", world.ct.unit, check=False).returncode != 0
+        assert len(world.entries("gate-blocked")) == 2 and not world.ct.running
+        assert world.records() == [("hook-pre-start", "held"), ("unit-start-pre", "held")]
+        world.note("start refused by the gate, then systemctl start")
+        node.clear_control()
+        world.neighbour_comes()
+        world.cursor = node.cursor()
+        world.ct.start()
+        world.check("start after the gate refused", STARTED, running=True)
 
 
 # ---- the daemon ------------------------------------------------------------------------------------------------------
@@ -283,3 +285,7 @@ def test_a_late_clean_up_touches_nothing_of_the_new_run(quiet: World) -> None:
     world.ct.stop()
     world.configure(CONFIG)
     world.check("stop after a late clean-up", STOPPED)
+
+
+def test_print_the_table() -> None:
+    print_table("lifecycle-faults")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.node.lifecycle import NODES, TABLE, World, busy, kill_init
-from tests.node.node import NodeError, VirtualNode
+from tests.node.lifecycle import NODES, World, busy, kill_init, print_table
+from tests.node.node import VirtualNode
 
 pytestmark = pytest.mark.node
 
@@ -248,13 +248,4 @@ def test_fifty_cycles(world: World) -> None:
 
 
 def test_print_the_table(world: World) -> None:
-    """For the closing note: `pytest -s`, or the artefact."""
-    lines = ["| path | phases seen | records | time added |", "| --- | --- | --- | --- |", *map(str, TABLE)]
-    text = "\n".join(lines) + f"\n(one call of the hook: {world.call_ms:.0f} ms)\n"
-    world.node.write("/shared/lifecycle-table.md", text)
-    print("\n" + text)
-    with open("/tmp/lifecycle-table.md", "w") as file:
-        file.write(text)
-
-
-__all__ = ["NodeError"]
+    print_table("lifecycle-paths", f"One call of the hook that has nothing to do: {world.call_ms:.0f} ms.")
