@@ -59,10 +59,10 @@ class Process:
 
     def alive(self) -> bool:
         """Has a live thread (a dead leader with live threads is alive, a zombie is not)."""
-        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+        return self.pidfd >= 0 and not _readable(self.pidfd, 0)
 
     def wait_gone(self, timeout_s: float = DEADLINE_S) -> None:
-        if self.pidfd >= 0 and not select.select([self.pidfd], [], [], timeout_s)[0]:
+        if self.pidfd >= 0 and not _readable(self.pidfd, timeout_s):
             raise NodeError(f"{self.role} {self.pid} still lives after {timeout_s:g} s (state {self.state()})")
 
     def state(self, tid: int | None = None) -> str:
@@ -117,6 +117,13 @@ class Process:
         except OSError:
             return ""
         return next(line[3:] for line in lines if line.startswith("0::"))
+
+
+def _readable(descriptor: int, timeout_s: float) -> bool:
+    """With poll(2): descriptors of a crowd have numbers beyond select's 1,024."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _state(path: Path) -> str:
