@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from hostd.judge import DETAIL_ONLY
+from hostd.lifecycle.records import refused_starts, slow_stops
 from hostd.lock import RUN_DIR
 from hostd.nodeview import NodeView, look_at_node
 from hostd.observe import open_sources
@@ -42,6 +43,8 @@ def node_status(daemon: Json | None, *, nvml_deadline_s: float, run_dir: str = R
             "wedged": wedged_dict(wedged) if wedged else None,
         },
         "releases": release_summaries(Store(run_dir)),
+        "stops": slow_stops(run_dir),
+        "refused": refused_starts(run_dir),
     }
 
 

@@ -62,6 +62,7 @@ def lines(status: Json, *, colour: bool) -> list[str]:
         *_daemon(status["daemon"]),
         *_driver(status["driver"]),
         *_gpus(status, colour),
+        *_troubles(status, colour),
         *_holders(status, colour),
         *_releases(status["releases"], colour),
         *(
@@ -131,6 +132,20 @@ def _holders(status: Json, colour: bool) -> list[str]:
         ]
         found += table(rows, indent="  ")
     return found if len(found) > 1 else ["", "no holder on this node"]
+
+
+def _troubles(status: Json, colour: bool) -> list[str]:
+    """Stops that hang and starts that were refused: what Proxmox tells nobody."""
+    found = []
+    for stop in status.get("stops", ()):
+        text = f"container {stop['vmid']}: {terminal.escape(stop['message'])}"
+        found.append(terminal.paint(text, "red", colour))
+        if stop["next_step"]:
+            found.append(f"  next: {terminal.escape(stop['next_step'])}")
+    for start in status.get("refused", ()):
+        text = f"container {start['vmid']}, {start['since_s']:.0f} s ago: {terminal.escape(start['message'])}"
+        found += [terminal.paint(text, "red", colour), f"  pve-gpu-release explain {start['release_id']}"]
+    return ["", *found] if found else []
 
 
 def _releases(releases: list[Json], colour: bool) -> list[str]:

@@ -230,6 +230,39 @@ def parse(kind: type[T], values: Any) -> T:
     return record
 
 
+def slow_stops(run_dir: str = RUN_DIR) -> list[Json]:
+    """Stops that the watchdog has something to say about: `pct stop` itself says nothing (PCT_FLOWS 7)."""
+    records = Records(run_dir)
+    found = (records.read(Watched, vmid) for vmid in records.vmids(Watched))
+    return [
+        {
+            "vmid": watched.vmid,
+            "since_s": round(boot_s() - watched.since_s, 1),
+            "message": watched.message,
+            "next_step": watched.next_step,
+            "signalled": watched.signalled,
+        }
+        for watched in found
+        if watched is not None
+    ]
+
+
+def refused_starts(run_dir: str = RUN_DIR) -> list[Json]:
+    """Containers whose last start was refused: after a reboot from inside nobody else is told (PCT_FLOWS 7)."""
+    records = Records(run_dir)
+    found = (records.read(Started, vmid) for vmid in records.vmids(Started))
+    return [
+        {
+            "vmid": started.vmid,
+            "since_s": round(boot_s() - started.at_s, 1),
+            "release_id": started.release_id,
+            "message": "; ".join(started.messages),
+        }
+        for started in found
+        if started is not None and not started.allow
+    ]
+
+
 def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) -> Snapshot:
     """What a look at a running container leaves for its stop. Pure but for the clock.
 

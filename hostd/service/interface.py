@@ -253,6 +253,25 @@ type ReleaseSummary (
   duration_ms: int
 )
 
+# A stop that takes long, as the stop watchdog saw it last.
+type SlowStop (
+  vmid: int,
+  # Since it was announced
+  since_s: float,
+  message: string,
+  next_step: string,
+  # SIGKILL was sent to holders by the watchdog
+  signalled: bool
+)
+
+# A container whose last start was refused by the gate ("hook.on_dirty: block").
+type RefusedStart (
+  vmid: int,
+  since_s: float,
+  release_id: string,
+  message: string
+)
+
 type DaemonStatus (
   version: string,
   pid: int,
@@ -343,6 +362,8 @@ method Status() -> (
   gpus: []SeenGpu,
   holders: []SeenHolder,
   releases: []ReleaseSummary,
+  stops: []SlowStop,
+  refused: []RefusedStart,
   blind_spots: []BlindSpot
 )
 
