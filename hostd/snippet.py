@@ -219,6 +219,15 @@ def chained_volume(text: str) -> str:
     return ""
 
 
+def chain_limit(text: str) -> float:
+    """The chained hookscript's limit in seconds; the default when it cannot be read."""
+    for line in text.split("\n"):
+        key, _, value = line.partition("=")
+        if key == "chain_limit" and value.isdecimal():
+            return float(value)
+    return CHAIN_LIMIT_S
+
+
 # --- doing ---------------------------------------------------------------------------------------------------------------
 
 
@@ -270,8 +279,11 @@ class Snippets:
         known = self.storages.get(storage)
         return known.path(name) if known is not None and name else ""
 
-    def enable(self, vmid: int, *, chain: bool, limit_s: float = CHAIN_LIMIT_S) -> Change:
-        """Our hookscript on one container. A foreign one stays unless `chain`. Raises PgrError."""
+    def enable(self, vmid: int, *, chain: bool, limit_s: float | None = None) -> Change:
+        """Our hookscript on one container. A foreign one stays unless `chain`. Raises PgrError.
+
+        `limit_s`: on the chained one; None: as it is, or the default.
+        """
         volume, text, digest = self.current(vmid)
         ours = is_ours(text) or _is_our_name(volume)
         chained = chained_volume(text) if ours else volume
@@ -291,7 +303,7 @@ class Snippets:
                     f"cannot chain {chained} of container {vmid}: it is no executable file of a storage that is here",
                     vmid=vmid,
                 )
-            wanted = with_chain(wanted, path, chained, limit_s)
+            wanted = with_chain(wanted, path, chained, chain_limit(text) if limit_s is None else limit_s)
         changed = install(storage.path(name), wanted)
         target = storage.volume(name)
         if volume == target:

@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain-limit",
         type=seconds,
-        default=CHAIN_LIMIT_S,
         metavar="S",
         help=f"limit on the chained hookscript (default {CHAIN_LIMIT_S})",
     )
