@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from hostd.lifecycle.records import refused_starts, slow_stops
 from hostd.lock import RUN_DIR
 from hostd.nodeview import NodeView, look_at_node
 from hostd.observe import open_sources
-from hostd.store import Store
+from hostd.store import Store, was_at
 from hostd.system.nvml import Wedged, read_wedged
 from hostd.wire import SCHEMA, ps_dict
 
@@ -65,12 +66,13 @@ def nvml_word(view: NodeView) -> str:
 
 
 def release_summaries(store: Store, limit: int = SHOWN) -> list[Json]:
-    """The last releases, newest first; one in flight has verdict null and reason `in-flight`."""
+    """The last releases, newest first; one in flight has verdict null and reason `in-flight`, or `interrupted` when
+    whoever was at it is gone."""
     found = []
     for record in reversed(store.all()):
         report = record.get("report")
         if not isinstance(report, dict):
-            report = {"verdict": None, "reason": "in-flight", "message": _in_flight(record), "duration_ms": 0}
+            report = _without_report(record)
         found.append(
             {
                 "release_id": record["release_id"],
@@ -88,10 +90,13 @@ def release_summaries(store: Store, limit: int = SHOWN) -> list[Json]:
     return found
 
 
-def _in_flight(record: Json) -> str:
-    rungs = record.get("rungs") or [{}]
-    step = rungs[-1].get("step", "first look")
-    return f"at {step}, in pid {record.get('pid')}"
+def _without_report(record: Json) -> Json:
+    """What stands in for the report of a release that is in flight, or that nobody is at any more."""
+    if os.path.exists(f"/proc/{record['pid']}"):
+        reason, message = "in-flight", f"at {was_at(record)}, in pid {record['pid']}"
+    else:
+        reason, message = "interrupted", f"cut off at {was_at(record)}; nobody has gone on with it"
+    return {"verdict": None, "reason": reason, "message": message, "duration_ms": 0}
 
 
 __all__ = ["node_status", "release_summaries"]

@@ -173,9 +173,15 @@ def _releases(releases: list[Json], colour: bool) -> list[str]:
 def watch(args: argparse.Namespace) -> int:
     """Redraws the whole screen until q, Ctrl-C or the end of the terminal; the terminal is as before afterwards."""
     import select
+    import signal
     import termios
     import tty
 
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else the terminal would stay as it is
+        signal.signal(number, leave)
     keys = sys.stdin.fileno() if terminal.is_terminal(sys.stdin) else None
     before = termios.tcgetattr(keys) if keys is not None else None
     sys.stdout.write("\x1b[?1049h\x1b[?25l")

@@ -241,7 +241,7 @@ type MappedProcess (
   cgroup: string
 )
 
-# A release that ended, or that is in flight (verdict null, reason "in-flight").
+# A release that ended, or that is in flight (verdict null, reason "in-flight"; "interrupted" when nobody is at it).
 type ReleaseSummary (
   release_id: string,
   vmid: ?int,
