@@ -264,7 +264,8 @@ class Release:
 
     def _end_restarters(self, state: _State, observation: Observation) -> None:
         """SIGTERM, then SIGKILL, to a process outside any unit that has been seen to start holders again."""
-        for process in self.lineage.restarters(self._targets(observation), state.first.init):
+        loose = [h for h in self._targets(observation) if not self.units.may_kill(h)]
+        for process in self.lineage.restarters(loose, state.first.init):
             pin = Pinned.pin(process.ref, self.observer.recheck)
             if pin is None or self._time_is_up(state) or self._is_told_to_stop(state, observation):
                 continue

@@ -9,6 +9,7 @@ it has been seen to start a holder anew.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -103,23 +104,22 @@ class UnitStopper:
 
     def _begin(self, supervisor: Supervisor, holder: Holder, members: Members, grace_s: float) -> Asking:
         """Raises LookupError when there is nobody to ask, OSError when it cannot be done."""
-        from hostd.system.managers import Asking
+        from hostd.system.managers import Asking, Place
 
         manager = _manager(supervisor, holder.process, members)
         if manager is None:
             raise LookupError("the process that runs its supervisor was not found")
-        here = os.open(f"/proc/{manager.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as fds:
+            here = _open(fds, f"/proc/{manager.pid}", os.O_RDONLY | os.O_DIRECTORY)
             if syscalls.read_start_time(here) != manager.start_time:
                 raise LookupError("its supervisor has just gone")
-            uids, gids = _read(here, "uid_map"), _read(here, "gid_map")
-            root_fd = os.open("root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
-        finally:
-            os.close(here)
-        try:
-            return Asking(root_fd, _request(supervisor, holder, manager, members, (uids, gids), grace_s))
-        finally:
-            os.close(root_fd)
+            maps = _read(here, "uid_map"), _read(here, "gid_map")
+            request = _request(supervisor, manager, members, maps, grace_s)
+            root_fd = _open(fds, "root", os.O_PATH | os.O_DIRECTORY, here)
+            if request.kind != "systemd":
+                return Asking(Place(root_fd), request)
+            mount_fd, pid_fd = (_open(fds, f"ns/{name}", os.O_RDONLY, here) for name in ("mnt", "pid"))
+            return Asking(Place(root_fd, mount_fd, pid_fd), request)
 
     # --- killing a whole unit ---
 
@@ -198,35 +198,35 @@ def _enclosing(cgroup: str) -> str:
 
 
 def _request(
-    supervisor: Supervisor,
-    holder: Holder,
-    manager: Process,
-    members: Members,
-    maps: tuple[bytes, bytes],
-    grace_s: float,
+    supervisor: Supervisor, manager: Process, members: Members, maps: tuple[bytes, bytes], grace_s: float
 ) -> Request:
+    """What to ask of whom. Raises LookupError when that cannot be said."""
     from hostd.system.managers import DOCKER_SOCKETS, PODMAN_SOCKETS, SYSTEMD_PRIVATE, Request, kernel_id
 
     sockets: tuple[str, ...]
-    uids, gids = maps
-    uid, gid, inner = kernel_id(uids, 0), kernel_id(gids, 0), 0
-    peers = frozenset(members.processes)
-    seconds = max(1, round(grace_s))
+    level, inner = len(manager.ns_pids) - 1, 0
+    kind, peers = "systemd", frozenset({1})
     if supervisor.kind == "systemd":
-        kind, sockets, peers = "systemd", (SYSTEMD_PRIVATE,), frozenset({manager.pid})
+        sockets = (SYSTEMD_PRIVATE,)
     elif supervisor.kind == "systemd-user":
-        kind, inner = "systemd", user_of(supervisor.cgroup)
-        if inner < 0:
-            raise LookupError("its user manager has no number")
-        uid, gid = kernel_id(uids, inner), kernel_id(gids, inner)
+        inner = user_of(supervisor.cgroup)
         sockets = (f"run/user/{inner}/systemd/private",)
+        peers = frozenset(p.ns_pids[level] for p in members.processes.values() if len(p.ns_pids) > level)
     elif supervisor.kind in ("docker", "podman"):
         kind, sockets = "http", DOCKER_SOCKETS if supervisor.kind == "docker" else PODMAN_SOCKETS
+        peers = frozenset(members.processes)
     else:
         raise LookupError(f"{supervisor.kind} takes no requests")
-    if uid is None:
+    uid, gid = (kernel_id(text, inner) for text in maps) if inner >= 0 else (None, None)
+    if uid is None or gid is None:
         raise LookupError(f"user {inner} of the container has no number on the host")
-    return Request(kind, supervisor.name, sockets, uid, gid if gid is not None else uid, inner, peers - {0, 1}, seconds)
+    return Request(kind, supervisor.name, sockets, uid, gid, inner, peers, max(1, round(grace_s)))
+
+
+def _open(fds: contextlib.ExitStack, path: str, flags: int, dir_fd: int | None = None) -> int:
+    fd = os.open(path, flags | os.O_CLOEXEC, dir_fd=dir_fd)
+    fds.callback(os.close, fd)
+    return fd
 
 
 def _read(dir_fd: int, name: str) -> bytes:

@@ -46,7 +46,8 @@ _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FD = 5
 _FSCONFIG_CMD_CREATE = 6
 _MOUNT_ATTRS = 0x02 | 0x04 | 0x08  # nosuid, nodev, noexec
-_CLONE_NEWPID = 0x20000000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWPID = _CLONE_NEWPID = 0x20000000
 _SYS_KCMP = {"x86_64": 312, "aarch64": 272}.get(os.uname().machine)
 _KCMP_FILES = 2
 _PROC_SUPER_MAGIC = 0x9FA0
@@ -153,6 +154,11 @@ def set_pdeathsig(sig: int) -> None:
 def set_dumpable(on: bool) -> None:
     """Whether others of the same uid may trace this process and open its /proc files (PR_SET_DUMPABLE)."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(on), 0, 0, 0), "PR_SET_DUMPABLE")
+
+
+def setns(ns_fd: int, kind: int) -> None:
+    """Joins a namespace (setns(2)); a PID namespace only for the children. `kind`: CLONE_NEWNS or CLONE_NEWPID."""
+    _check(_libc.setns(ns_fd, kind), "setns")
 
 
 def drop_capabilities() -> None:

@@ -1,19 +1,26 @@
 """Asking a service manager inside a container to stop a job, over its own socket: systemd's, Docker's, Podman's.
 
-Nothing of the container is executed and no namespace is entered: a disposable child takes the numeric ids of that
-manager's user, without capabilities, opens the socket's path inside the container's root (openat2(2),
-RESOLVE_IN_ROOT) and speaks the few bytes of the protocol by itself. What comes back is hostile: bounded, and believed
-only as "asked" or "not asked". Whether the job really ends is seen from outside.
+Nothing of the container is executed: a disposable child takes the numeric ids of that manager's user, gives up every
+capability, connects to the socket inside the container's root and speaks the few bytes of the protocol by itself. What
+comes back is hostile: bounded, and believed only as "asked" or "not asked". Whether the job really ends is seen from
+outside.
+
+systemd refuses a peer that has no pid in its own PID namespace (socket-util.c, getpeercred), so there the child is born
+into that namespace, for milliseconds: with nothing open, not dumpable, in the container's mount namespace. (Where our
+own sandbox forbids the latter the socket is opened through no symbolic link, as it is for the others.)
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import socket
+import stat
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +33,6 @@ DOCKER_SOCKETS = ("run/docker.sock", "run/podman/podman.sock")
 PODMAN_SOCKETS = ("run/podman/podman.sock", "run/docker.sock")
 _MAX_REPLY = 64 << 10
 _SOCKET_PATH_FD = "/proc/self/fd/{}"
-_RESOLVE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,8 @@ class Request:
     inner_uid: int
     """The same user as the manager numbers it."""
     peers: frozenset[int]
-    """Pids that may listen there. Any other listener (a socket of the host that was mounted in) is not talked to."""
+    """Pids that may listen there, as numbered in the PID namespace entered, else in ours. Any other listener (a socket
+    of the host that was mounted in) is not talked to."""
     grace_s: int = 10
     """For Docker: seconds between its SIGTERM and its SIGKILL."""
 
@@ -56,12 +63,24 @@ class Reply(NamedTuple):
     """For people."""
 
 
+class Place(NamedTuple):
+    """Descriptors of where the manager runs."""
+
+    root_fd: int
+    """O_PATH, its root directory."""
+    mount_fd: int = -1
+    """Its mount namespace; -1: not to be entered."""
+    pid_fd: int = -1
+    """Its PID namespace; -1: not to be entered."""
+
+
 class Asking:
     """One request under way. Close it when the job has ended or is given up: the connection lives until then."""
 
-    def __init__(self, root_fd: int, request: Request) -> None:
-        """Raises OSError when no process can be made. `root_fd`: O_PATH descriptor of the root, stays the caller's."""
-        self._helper = Disposable(lambda end, out: _serve(end, out, root_fd, request), keep=(root_fd,))
+    def __init__(self, place: Place, request: Request) -> None:
+        """Raises OSError when no process can be made. `place` stays the caller's."""
+        fds = tuple(fd for fd in (place.root_fd, place.mount_fd, place.pid_fd) if fd >= 0)
+        self._helper = Disposable(lambda end, out: _serve(end, out, place, request), keep=fds)
 
     def reply(self, deadline_s: float) -> Reply:
         """What became of the request."""
@@ -80,50 +99,129 @@ class Asking:
         self._helper.close()
 
 
-def _serve(end: int, out: int, root_fd: int, request: Request) -> None:
-    """The child: become that user, connect, ask, say how it went, then keep the connection until we are ended."""
+def _serve(end: int, out: int, place: Place, request: Request) -> None:
+    """The helper: becomes that user, asks, says how it went, then keeps the connection until it is ended."""
     syscalls.set_dumpable(False)
     connection = None
     try:
-        if request.uid:
-            os.setgroups([])
-            os.setresgid(request.gid, request.gid, request.gid)
-            os.setresuid(request.uid, request.uid, request.uid)
-        syscalls.drop_capabilities()
-        syscalls.set_dumpable(False)  # changing ids resets it to fs.suid_dumpable, and the next one to none (prctl(2))
-        syscalls.set_pdeathsig(signal.SIGKILL)
-        connection = _connect(root_fd, request)
-        stop = _stop_systemd if request.kind == "systemd" else _stop_http
-        answer = b"+" + stop(connection, request).encode("utf-8", "backslashreplace")
+        inside = _enter(place)
+        _become(request)
+        if place.pid_fd < 0:
+            connection = _connect(place.root_fd, request)
+            answer = b"+" + _stop_http(connection, request).encode("utf-8", "backslashreplace")
+        else:
+            answer = _in_child(lambda: _ask_systemd(place.root_fd, request, inside))
     except (OSError, ValueError, RefusalError) as exc:
-        text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        answer = b"-" + text.encode("utf-8", "backslashreplace")
+        answer = _failure(exc)
     os.write(out, answer.replace(b"\n", b" ")[:500] + b"\n")
     os.read(end, 1)  # until the caller closes its end or dies
     if connection is not None:
         connection.close()
 
 
+def _enter(place: Place) -> bool:
+    """Joins the namespaces of `place` that there are; True when paths are the container's from now on."""
+    inside = False
+    if place.mount_fd >= 0:
+        try:
+            syscalls.setns(place.mount_fd, syscalls.CLONE_NEWNS)
+            inside = True
+        except PermissionError:  # the daemon's sandbox: no CAP_SYS_CHROOT, RestrictNamespaces=
+            pass
+    if place.pid_fd >= 0:
+        syscalls.setns(place.pid_fd, syscalls.CLONE_NEWPID)
+    return inside
+
+
+def _become(request: Request) -> None:
+    """Takes that user's ids and gives up every right of ours."""
+    if request.uid:
+        os.setgroups([])
+        os.setresgid(request.gid, request.gid, request.gid)
+        os.setresuid(request.uid, request.uid, request.uid)
+    syscalls.drop_capabilities()
+    syscalls.set_dumpable(False)  # changing ids resets it to fs.suid_dumpable, and the next one to none (prctl(2))
+    syscalls.set_pdeathsig(signal.SIGKILL)
+
+
+def _in_child(ask: Callable[[], bytes]) -> bytes:
+    """Runs `ask` in a child, which is the one that has a pid in the namespace entered."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            syscalls.set_pdeathsig(signal.SIGKILL)
+            os.write(theirs, ask())
+        except (OSError, ValueError, RefusalError) as exc:
+            os.write(theirs, _failure(exc))
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    answer = b""
+    while part := os.read(ours, 4096):
+        answer += part
+    os.close(ours)
+    os.waitpid(child, 0)
+    return answer or b"-the process that asked was killed inside the container"
+
+
+def _ask_systemd(root_fd: int, request: Request, inside: bool) -> bytes:
+    with _connect(root_fd, request, inside) as connection:
+        return b"+" + _stop_systemd(connection, request).encode("utf-8", "backslashreplace")
+
+
+def _failure(exc: Exception) -> bytes:
+    text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    return b"-" + text.encode("utf-8", "backslashreplace")
+
+
 class RefusalError(Exception):
     """The manager said no, or is not who it should be."""
 
 
-def _connect(root_fd: int, request: Request) -> socket.socket:
-    """A connection to the first of the sockets that exists, if the right process listens there."""
+def _connect(root_fd: int, request: Request, inside: bool = False) -> socket.socket:
+    """A connection to the first of the sockets that exists, if the right process listens there.
+
+    `inside`: our own root is the container's.
+    """
     for path in request.sockets:
-        try:
-            fd = syscalls.openat2(root_fd, path, os.O_PATH, _RESOLVE)
-        except FileNotFoundError:
-            continue
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(5.0)
-        connection.connect(_SOCKET_PATH_FD.format(fd))
-        os.close(fd)
+        try:
+            if inside:
+                connection.connect(f"/{path}")
+            else:
+                fd = _open_socket(root_fd, path)
+                connection.connect(_SOCKET_PATH_FD.format(fd))
+                os.close(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            connection.close()
+            continue
         peer, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if peer not in request.peers:
-            raise RefusalError(f"/{path} is served by pid {peer}, which is not the container's")
+            connection.close()
+            raise RefusalError(f"/{path} is not served by who should ({f'pid {peer} in there' if peer else 'nobody in there'})")
         return connection
     raise RefusalError(f"no socket /{request.sockets[0]} in the container")
+
+
+def _open_socket(root_fd: int, path: str) -> int:
+    """O_PATH descriptor of a socket below `root_fd`, component by component, through no symbolic link.
+
+    Not openat2(2): `RestrictSUIDSGID=` of the daemon's unit makes that say ENOSYS (systemd, seccomp-util.c).
+    """
+    here, flags = os.dup(root_fd), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    parts = path.split("/")
+    for depth, part in enumerate(parts):
+        try:
+            below = os.open(part, flags | (os.O_DIRECTORY if depth < len(parts) - 1 else 0), dir_fd=here)
+        finally:
+            os.close(here)
+        here = below
+    if not stat.S_ISSOCK(os.fstat(here).st_mode):
+        os.close(here)
+        raise NotADirectoryError(errno.ENOTDIR, "not a socket", path)
+    return here
 
 
 # --- systemd: D-Bus by hand ------------------------------------------------------------------------------------------
@@ -132,13 +230,15 @@ def _connect(root_fd: int, request: Request) -> socket.socket:
 def _stop_systemd(connection: socket.socket, request: Request) -> str:
     """`StopUnit(name, "replace")`, as `systemctl stop --no-block`. Returns when the job is queued."""
     uid = str(request.inner_uid).encode().hex()
-    connection.sendall(f"\0AUTH EXTERNAL {uid}\r\nBEGIN\r\n".encode() + stop_unit_message(request.name))
+    connection.sendall(f"\0AUTH EXTERNAL {uid}\r\nBEGIN\r\n".encode())
     buffer = b""
     while b"\r\n" not in buffer:
         buffer += _receive(connection)
     line, _, buffer = buffer.partition(b"\r\n")
     if not line.startswith(b"OK "):
         raise RefusalError(f"systemd refuses us: {line[:80].decode('ascii', 'replace')}")
+    # Not before: what comes in one piece with BEGIN lies in sd-bus's buffer until something more comes.
+    connection.sendall(stop_unit_message(request.name))
     while True:
         message, buffer = split_message(buffer)
         if message is None:
@@ -265,4 +365,4 @@ def kernel_id(id_map: bytes, inner: int) -> int | None:
     return None
 
 
-__all__ = ["Asking", "Reply", "Request", "kernel_id"]
+__all__ = ["Asking", "Place", "Reply", "Request", "kernel_id"]

@@ -140,6 +140,7 @@ def serve(peer):
     if head != b"\\0AUTH EXTERNAL 30\\r\\n" or uid != 0:
         peer.sendall(b"REJECTED EXTERNAL\\r\\n")
         return
+    peer.sendall(b"OK 0123456789abcdef0123456789abcdef\\r\\n")
     while len(data) < 16:
         data += peer.recv(4096)
     body, serial, fields = struct.unpack_from("<III", data, 4)
@@ -160,7 +161,7 @@ def serve(peer):
         body = struct.pack("<I", len(words)) + words + b"\\0"
         reply += b"\\0" * (-len(reply) % 8) + b"\\10\\1g\\0\\1s\\0"
     message = struct.pack("<cBBBIII", b"l", kind, 1, 1, len(body), 7, len(reply)) + reply
-    peer.sendall(b"OK 0123456789abcdef0123456789abcdef\\r\\n" + message + b"\\0" * (-len(message) % 8) + body)
+    peer.sendall(message + b"\\0" * (-len(message) % 8) + body)
     if kind == 2:
         for pid in open(directory + "/cgroup.procs").read().split():
             os.kill(int(pid), signal.SIGTERM)
