@@ -311,6 +311,8 @@ def _reply_fields(fields: bytes, order: str) -> tuple[int, str]:
     while at + 4 <= len(fields):
         code, signature = fields[at], fields[at + 2 : at + 3]
         at += 4
+        if at >= len(fields):
+            break
         if signature == b"g":
             at += 1 + fields[at] + 1
         elif signature in (b"s", b"o", b"u"):
