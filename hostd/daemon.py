@@ -172,6 +172,7 @@ def _what(worker: Worker) -> str:
 
 def preload() -> None:
     """Imports what workers need, so that each one starts with it: pynvml too, which opens no device by itself."""
+    import hostd.lifecycle.here
     import hostd.release
     import hostd.system.nvml_child  # noqa: F401
 

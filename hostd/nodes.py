@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -134,6 +133,8 @@ def _find(program: str) -> str | None:
 
 def _run(words: list[str]) -> str:
     """Why a command failed; empty when it did not. It holds nothing of ours."""
+    import subprocess  # not at the top: the daemon has it in memory all the time, and needs it once in a blue moon
+
     path = words[0] if "/" in words[0] else _find(words[0])
     if path is None:
         return f"{words[0]} is not installed"

@@ -135,6 +135,8 @@ class Lifecycle:
 
     def _concerns_us(self, subject: _Subject, taken: Taken) -> bool:
         """False for a container without GPU in its configuration, without holder and without snapshot."""
+        if subject.wants_gpu and self.event.phase is not Phase.POST_START:
+            self.sources.nvml.start()  # the driver works while we look at processes
         if subject.wants_gpu or self.records.read(Snapshot, self.event.vmid) is not None:
             return True
         if self.event.phase not in START_PHASES and self.records.read(Started, self.event.vmid) is not None:
