@@ -206,6 +206,7 @@ def draw(status: Json, interval_s: float) -> None:
     import os
 
     columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    columns, rows = columns or 80, rows or 24  # a serial console does not know its size
     head = f"pve-gpu-release status  {time.strftime('%H:%M:%S')}  every {interval_s:g} s, q ends it"
     shown = [terminal.shorten(head, columns), "", *lines(status, colour=False)]
     body = "\r\n".join(terminal.shorten(line, columns) + "\x1b[K" for line in shown[: rows - 1])

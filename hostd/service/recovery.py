@@ -29,6 +29,8 @@ RESUME_WITHIN_S = 3600.0
 """An older release that was cut off is reported, not finished: the container's life has gone on."""
 CALLERS_TURN_S = 10.0
 """A caller whose worker died is told to do the work itself; one that has not begun by then will not."""
+RETRY_S = 5.0
+"""When nobody knows who has the lock (a full /run): until the record is closed."""
 MOST_ATTEMPTS = 2
 """By this daemon, of one release: what kills its worker every time would kill the next one too."""
 
@@ -77,7 +79,8 @@ class Recovery:
             lock = None  # whoever does the work will say so
         if lock is None:
             # Somebody is at it, perhaps with this very release: look again when that one has ended.
-            when_ended(self._server, read_owner(vmid), lambda: self._again(release_id))
+            if not when_ended(self._server, read_owner(vmid), lambda: self._again(release_id)):
+                self._server.call_at(time.monotonic() + RETRY_S, lambda: self._again(release_id))
             return
         lock.close()
         attempts = self._attempts[release_id] = self._attempts.get(release_id, 0) + 1

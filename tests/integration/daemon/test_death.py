@@ -140,6 +140,19 @@ def test_after_the_verdict_before_the_answer(
     assert the_record(daemon)["owner"] == "daemon"
 
 
+@pytest.mark.parametrize("moment", range(0, 240, 12), ids="{}ms".format)
+def test_its_worker_at_any_moment(daemon: Daemon, product: Product, container: Container, moment: int) -> None:
+    job = Job(container, "ignore")
+    running = release(product, "--grace", "0.05")
+    wait_until(lambda: bool(daemon.records()) or running.popen.poll() is not None, "the record")
+    time.sleep(moment / 1000)
+    for worker in daemon.children_of_kind("Release"):
+        os.kill(worker, signal.SIGKILL)
+    answer = answer_of(running).must_be("released")
+    assert job.terms() <= 1
+    finished_once(daemon, answer)
+
+
 @pytest.mark.parametrize("moment", range(0, 240, 10), ids="{}ms".format)
 def test_at_any_moment(daemon: Daemon, product: Product, container: Container, moment: int) -> None:
     """A sweep through the whole release, restarts as systemd does them included."""
