@@ -31,6 +31,8 @@ CALLERS_TURN_S = 10.0
 """A caller whose worker died is told to do the work itself; one that has not begun by then will not."""
 RETRY_S = 5.0
 """When nobody knows who has the lock (a full /run): until the record is closed."""
+RESETS_AGAIN_S = 5.0
+"""The first pause before a reset that was cut off is looked at again."""
 MOST_ATTEMPTS = 2
 """By this daemon, of one release: what kills its worker every time would kill the next one too."""
 
@@ -45,14 +47,25 @@ class Recovery:
         self._attempts: dict[str, int] = {}
 
     def run(self) -> None:
-        if reset_records(RUN_DIR):
-            from hostd.reset import recover
-
-            for text in recover():
-                self._say(audit.reset_recovered(text))
+        self._recover_resets(RESETS_AGAIN_S, ())
         self._store.sweep()
         for record in self._store.open_ones():
             self._deal_with(record)
+
+    def _recover_resets(self, pause_s: float, before: tuple[str, ...]) -> None:
+        """Undoes resets that were cut off; looks again, ever more rarely, while one is left that cannot be undone yet
+        (an nvidia-smi is still at work, a service does not start)."""
+        if not reset_records(RUN_DIR):
+            return
+        from hostd.reset import recover
+
+        said = tuple(recover())
+        for text in said:
+            if text not in before:
+                self._say(audit.reset_recovered(text))
+        if reset_records(RUN_DIR):
+            again = min(600.0, pause_s * 2)
+            self._server.call_at(time.monotonic() + pause_s, lambda: self._recover_resets(again, said))
 
     def worker_died(self, pid: int, *, orphaned: bool) -> None:
         """A worker ended without an answer. Its caller, if it has one, is asked to go on and gets the first turn."""

@@ -192,7 +192,9 @@ def test_whoever_is_not_the_containers_systemd_is_not_asked(product: Product, co
     impostor = jobs.start(container, [jobs.PYTHON, "-I", "-c", script])
     job = jobs.start(container, [jobs.PYTHON, "-I", "-c", jobs.JOB], UNIT)
     answer = product.release(129, "--stop-units").must_be("released")
-    assert f"not served by who should (pid {impostor.running.process.ns_pid} in there)" in answer.json["rungs"][0]["note"]
+    assert (
+        f"not served by who should (pid {impostor.running.process.ns_pid} in there)" in answer.json["rungs"][0]["note"]
+    )
     out = impostor.running.popen.stdout
     assert out is not None and out.readline() == "left alone\n"
     assert not job.alive()
