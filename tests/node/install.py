@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,10 @@ TARGETS = {
 
 
 def install_checkout(node: VirtualNode, source: Path) -> None:
+    if deb := os.environ.get("PGR_DEB"):  # the same tests against the package
+        node.install_deb(Path(deb))
+        install_snippet(node, source)
+        return
     for name, target in TARGETS.items():
         if (source / name).exists():
             node.copy_in(source / name, target)
