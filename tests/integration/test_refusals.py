@@ -14,6 +14,7 @@ import pytest
 
 from hostd.verdicts import REASONS
 from tests.embedded.node import Container, Gpu, HolderHandle, Node
+from tests.embedded.scope import MS_BIND
 
 from .conftest import ALL_NODES, ONE_GPU
 from .product import Product, dead, finish, held_mib, lives, parsed, wait_for_rung
@@ -123,13 +124,15 @@ def second_init(node: Node, container: Container, device: str = "/dev/null") -> 
 @pytest.mark.case("not-root")
 @pytest.mark.parametrize("words", [["129"], ["ps"], ["verify", "129"], ["map", "129", "1"], ["129", "-n"]], ids=" ".join)
 def test_not_root(node: Node, product: Product, container: Container, expected: str, words: list[str]) -> None:
-    """The checkout need not be readable for others: they get a copy."""
+    """Neither checkout nor interpreter need be readable for others: they get copies where they can reach them."""
     import hostd
 
     shutil.copytree(Path(hostd.__file__).parent, node.path("/run/copy/hostd"))
+    node.path("/run/python").mkdir()
+    node.init.mount(sys.base_prefix, "/run/python", "", MS_BIND)
     code = "import sys; sys.path.insert(0, '/run/copy'); from hostd.cli.main import entry; entry()"
-    base = os.path.realpath(sys.executable)
-    done = node.run([base, "-I", "-c", code, *words], uid=1000)
+    python = "/run/python/bin/" + Path(sys.executable).resolve().name
+    done = node.run([python, "-I", "-c", code, *words], uid=1000)
     assert done.returncode == REASONS[expected].exit_status == 9, done
     assert "root is needed" in done.stderr + done.stdout and "Traceback" not in done.stderr
 
