@@ -31,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-S", "--since", metavar="TIME", help="'YYYY-MM-DD HH:MM', yesterday, -1h, '2 hours ago', @EPOCH"
     )
-    parser.add_argument("-U", "--until", metavar="TIME")
+    parser.add_argument("-U", "--until", metavar="TIME", help="the end, written as --since")
     parser.add_argument("-f", "--follow", action="store_true", help="show new entries as they come")
     parser.add_argument("-n", "--lines", metavar="N", help="only the last N entries")
-    parser.add_argument("-o", "--output", choices=("short", "json", "json-pretty"), default="short")
+    parser.add_argument(
+        "-o", "--output", choices=("short", "json", "json-pretty"), default="short", help="how entries are written"
+    )
     parser.add_argument("--release", metavar="ID", help="only this release (the beginning of its id is enough)")
     parser.add_argument("--file", metavar="FILE", help="a journal file, or what journalctl -o export or -o json wrote")
 
