@@ -135,7 +135,7 @@ def option_entry(action: argparse.Action) -> str:
     value = value_of(action)
     names = ", ".join(bold(name) + (f" {italic(value)}" if value else "") for name in action.option_strings)
     text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
-    return f".TP\n{names}\n{roff(sentence(text)) if text else roff('See above.')}"
+    return f".TP\n{names}\n{roff(sentence(text))}"
 
 
 def sentence(text: str) -> str:

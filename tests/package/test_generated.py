@@ -62,6 +62,11 @@ def test_man_page_names_every_verb_and_every_option(made: Path) -> None:
             assert all(name in text for name in action.option_strings), (verb, action.option_strings)
 
 
+def test_every_option_says_what_it_does() -> None:
+    for verb, parser in generate.parsers().items():
+        assert [action.option_strings for action in generate.every_option(parser) if not action.help] == [], verb
+
+
 def test_man_page_of_the_daemon_names_every_option(made: Path) -> None:
     text = plain(made / "man/pve-gpu-hostd.8")
     assert [name for a in generate.actions(generate.daemon_parser()) for name in a.option_strings if name not in text] == []
