@@ -54,16 +54,16 @@ def daemon_parser() -> argparse.ArgumentParser:
     """The parser of pve-gpu-hostd, caught where its main() uses it."""
     from hostd import daemon
 
-    class Caught(Exception):
+    class CaughtError(Exception):
         pass
 
     def catch(self: argparse.ArgumentParser, *_: object) -> None:
-        raise Caught(self)
+        raise CaughtError(self)
 
     original, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, catch  # type: ignore
     try:
         daemon.main([])
-    except Caught as caught:
+    except CaughtError as caught:
         return caught.args[0]
     finally:
         argparse.ArgumentParser.parse_args = original  # type: ignore
@@ -122,8 +122,7 @@ def value_of(action: argparse.Action) -> str:
         return ""
     if action.choices is not None:
         return "{" + ",".join(map(str, action.choices)) + "}"
-    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return name
+    return action.metavar if isinstance(action.metavar, str) else action.dest.upper()
 
 
 def positional(action: argparse.Action) -> str:
