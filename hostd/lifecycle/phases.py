@@ -48,7 +48,8 @@ CONSUME_WITHIN_S = 120.0
 ExecStopPost= in between, at most our own budget."""
 PRE_STOP_S = 5.0
 """The longest that pre-stop waits for the driver."""
-BLIND_START_S = 0.0
+_ASKS_THE_DRIVER = frozenset({Phase.PRE_START, Phase.PRE_STOP, Phase.POST_STOP})
+"""The phases that come first; a drop-in's mostly finds everything done."""
 
 
 @dataclass(slots=True)
@@ -109,6 +110,8 @@ class Lifecycle:
     def handle(self) -> Outcome:
         """Deals with the event. Raises only what is a bug, and InterruptedRelease."""
         taken = Taken.now(self.sources, self.event.vmid)  # before anything else: it names this incarnation
+        if self.event.phase in _ASKS_THE_DRIVER and self._is_known():
+            self.sources.nvml.start()  # the driver works while we look at configuration and processes
         try:
             what = {
                 Phase.PRE_START: self._start,
@@ -126,6 +129,11 @@ class Lifecycle:
 
     # --- which container ---
 
+    def _is_known(self) -> bool:
+        """An earlier event was about a GPU. Cheap, and a hint only."""
+        vmid = self.event.vmid
+        return self.records.read(Started, vmid) is not None or self.records.read(Snapshot, vmid) is not None
+
     def _subject(self) -> _Subject:
         try:
             config = self.around.pve.read_container(self.event.vmid)
@@ -135,8 +143,8 @@ class Lifecycle:
 
     def _concerns_us(self, subject: _Subject, taken: Taken) -> bool:
         """False for a container without GPU in its configuration, without holder and without snapshot."""
-        if subject.wants_gpu and self.event.phase is not Phase.POST_START:
-            self.sources.nvml.start()  # the driver works while we look at processes
+        if subject.wants_gpu and self.event.phase in _ASKS_THE_DRIVER:
+            self.sources.nvml.start()
         if subject.wants_gpu or self.records.read(Snapshot, self.event.vmid) is not None:
             return True
         if self.event.phase not in START_PHASES and self.records.read(Started, self.event.vmid) is not None:

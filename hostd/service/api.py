@@ -13,6 +13,7 @@ from hostd import __version__
 from hostd.audit import entries_dropped
 from hostd.config import Config, ContainerSettings, ResetPolicy
 from hostd.engine import Surroundings, perform, require_root
+from hostd.errors import InterruptedRelease
 from hostd.ladder import Options
 from hostd.lifecycle.event import CONTEXT_KEYS, START_PHASES, Event, Phase, parse_context
 from hostd.nodeview import find_pid, observe
@@ -206,9 +207,13 @@ def run_event(request: EventRequest, emit: Emit, context: Context) -> Mapping[st
     )
     try:
         outcome = guarded(Lifecycle(sources, event, request.config, around), journal)
+    except InterruptedRelease as exc:
+        if context.cancel.handed_over:
+            raise stopping_error() from exc  # the hook goes on with it, or the next daemon
+        raise
     finally:
         sources.close()
-        journal.close()
+        journal.close(FLUSH_S if context.cancel.requested else 0.0)
     return {
         "allow": outcome.allow,
         "message": "\n".join(outcome.messages),
