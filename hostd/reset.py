@@ -288,12 +288,12 @@ def recover(run_dir: str = RUN_DIR, patience_s: float = 0.0) -> list[str]:
             return []  # a reset is under way: whoever performs it puts things back
         for name in journal.names():
             record = journal.read(name)
-            if record is None or record.get("outcome") is not None:
+            if record is None:
                 journal.remove(name)
                 continue
-            if "pid" not in record:
+            if "pid" not in record or record.get("outcome") is not None:
                 if time.time() - float(record.get("at", 0)) > UNIT_DEADLINE_S:
-                    journal.remove(name)  # asked for, never begun
+                    journal.remove(name)  # asked for and never begun, or done and nobody has come for the answer
                 continue
             trouble = undo(record)
             if not trouble:
@@ -358,7 +358,7 @@ def perform_request(release_id: str, run_dir: str = RUN_DIR) -> int:
         found = {"done": False, "text": exc.message, "next_step": exc.next_step, "refused": True, "reboot": False}
     finally:
         sources.close()
-    journal.write((journal.read(release_id) or asked) | {"outcome": found})
+    journal.write((journal.read(release_id) or asked) | {"outcome": found, "at": time.time()})
     print(found["text"], flush=True)
     return 0
 
