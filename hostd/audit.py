@@ -303,6 +303,7 @@ def finished(ctx: Context, report: Report) -> Entry:
         ("VERDICT", report.verdict),
         ("REASON", report.reason),
         ("NEXT_STEP", report.next_step),
+        ("DETAIL", list(report.details)),
         ("EXIT_STATUS", status),
         ("WAS_HELD", report.was_held),
         ("DURATION_USEC", report.duration_ms * 1000),

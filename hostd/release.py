@@ -247,8 +247,8 @@ class Release:
 
     def _targets_of(self, rung: Rung, state: _State, observation: Observation) -> list[Holder]:
         found = [h for h in self._targets(observation) if h.ref not in state.killed]
-        if rung.step is Step.STOP_UNIT:
-            return [h for h in found if self.units.may_kill(h)]
+        if rung.step is Step.STOP_UNIT:  # in a frozen container nobody can answer
+            return [] if observation.frozen else [h for h in found if self.units.may_kill(h)]
         if rung.step is Step.CGROUP_KILL:
             return [h for h in found if h.ref in state.respawned and self.units.may_kill(h)]
         if rung.step is Step.TERM:  # its supervisor has sent it one by now: a second means "at once" to many programs

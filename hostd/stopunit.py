@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -94,9 +95,10 @@ class UnitStopper:
                 begun.append((supervisor, theirs, self._begin(supervisor, theirs[0], members, grace_s)))
             except (OSError, LookupError) as exc:
                 done.notes.append(f"{supervisor.name}: cannot ask its supervisor: {exc}")
+        end_s = time.monotonic() + ASK_DEADLINE_S
         for supervisor, theirs, asking in begun:
             self._asking.append(asking)
-            reply = asking.reply(ASK_DEADLINE_S)
+            reply = asking.reply(max(0.05, end_s - time.monotonic()))
             done.notes.append(reply.text if reply.asked else f"{supervisor.name}: {reply.text}")
             if reply.asked:
                 done.reached |= {h.ref for h in theirs}

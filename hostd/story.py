@@ -92,6 +92,7 @@ class Story:
     reason: str = ""
     message: str = ""
     next_step: str = ""
+    details: list[str] = field(default_factory=list)
     exit_status: int | None = None
     was_held: bool | None = None
     holders: list[HolderStory] = field(default_factory=list)
@@ -219,6 +220,7 @@ class _Builder:
         story = self.story
         story.verdict, story.reason = entry.get("VERDICT"), entry.get("REASON")
         story.message, story.next_step = entry.get("MESSAGE"), entry.get("NEXT_STEP")
+        story.details += entry.all("DETAIL")
         story.exit_status = _integer(entry, "EXIT_STATUS")
         duration = _integer(entry, "DURATION_USEC")
         story.duration_ms = duration // 1000 if duration is not None else None
@@ -297,6 +299,7 @@ def _verdict(story: Story) -> list[str]:
         return ["  verdict: none in the journal"]
     status = f", exit status {story.exit_status}" if story.exit_status is not None else ""
     lines = [f"  verdict: {story.verdict or 'none'} ({story.reason}{status})", f"  {story.message}"]
+    lines += [f"  {detail}" for detail in story.details]
     if story.next_step:
         lines.append(f"  next step: {story.next_step}")
     return lines
