@@ -208,7 +208,9 @@ def rung_begun(ctx: Context, rung: RungRecord, targets: Iterable[Holder] = ()) -
     """Intent, sent before the first signal."""
     names = {holder.process.pid: holder.process.comm for holder in targets}
     who = ", ".join(f"{pid} ({names[pid]})" if pid in names else str(pid) for pid in rung.targets)
-    message = f"{_container(ctx)}: {rung.step} for {_count(len(rung.targets), 'process', 'processes')}: {who}"
+    message = f"{_container(ctx)}: {rung.step}"
+    if rung.targets:
+        message += f" for {_count(len(rung.targets), 'process', 'processes')}: {who}"
     return _entry(
         RUNG_BEGUN, ctx, message, ("RUNG", rung.step), ("HOLDER_PID", rung.targets), ("RUNG_AT_MS", rung.at_ms)
     )

@@ -39,7 +39,8 @@ class Renderer:
             self._observed(event)
         elif kind == "rung_begun":
             rung = event["rung"]
-            self._status(f"{rung['step'].upper()} to {self._people(rung['targets'])} ...")
+            whom = f" to {self._people(rung['targets'])}" if rung["targets"] else ""
+            self._status(f"{rung['step'].upper()}{whom} ...")
         elif kind == "rung_done":
             self._rung(event["rung"])
         elif kind == "waiting":
@@ -77,13 +78,17 @@ class Renderer:
         return row
 
     def _rung(self, rung: Json) -> None:
-        note = f", {rung['note']}: goes on at once" if rung.get("note") else ""
+        step, note = rung["step"].upper(), terminal.escape(rung.get("note") or "")
+        if rung["step"] == "reset":
+            self._line(f"{step}: {note} ({seconds(rung['waited_ms'])})")
+            return
         left = len(rung["targets"]) - rung["gone"]
         tail = f", {left} left" if left > 0 else ""
-        self._line(
-            f"{rung['step'].upper():<5} sent to {rung['sent']}: {rung['gone']} gone after "
-            f"{seconds(rung['waited_ms'])}{tail}{note}"
-        )
+        if rung["step"] in ("stop-unit", "cgroup-kill"):
+            self._line(f"{step}: {note or '-'}: {rung['gone']} gone after {seconds(rung['waited_ms'])}{tail}")
+            return
+        tail += f", {note}: goes on at once" if note else ""
+        self._line(f"{step:<5} sent to {rung['sent']}: {rung['gone']} gone after {seconds(rung['waited_ms'])}{tail}")
 
     def _waiting(self, event: Json) -> None:
         text = f"{terminal.escape(event['what'])} ({event['since_s']:.0f} s)"
