@@ -17,6 +17,7 @@ from tests.embedded.node import Container, Gpu, HolderHandle, Node
 from tests.embedded.scope import MS_BIND
 
 from .conftest import ALL_NODES, ONE_GPU
+from .hungfuse import HungFuse
 from .product import Product, dead, finish, held_mib, lives, parsed, wait_for_rung
 
 Engine = Callable[..., HolderHandle]
@@ -222,27 +223,9 @@ def test_an_etc_pve_that_hangs_does_not_stop_a_release_of_a_running_container(
         assert dead(holder) and answer.json["duration_ms"] < 15_000
 
 
-class hung_etc_pve:  # noqa: N801 - used as a context manager
-    """A FUSE file system over /etc/pve/nodes/pve8/lxc whose server never answers. Ended by closing its device."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def __enter__(self) -> None:
-        path = "/etc/pve/nodes/" + self._node.hostname
-        self._fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        data = f"fd={self._fd},rootmode=40000,user_id=0,group_id=0"
-        script = (
-            "import ctypes,sys,os\n"
-            "libc=ctypes.CDLL(None, use_errno=True)\n"
-            f"r=libc.mount(b'pmxcfs', {path.encode()!r}, b'fuse', 0, {data.encode()!r})\n"
-            "sys.exit(ctypes.get_errno() if r else 0)\n"
-        )
-        running = self._node.popen([sys.executable, "-I", "-c", script], pass_fds=(self._fd,))
-        assert running.popen.wait(timeout=20) == 0, "cannot mount FUSE"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)  # every waiting request ends with ENOTCONN
+def hung_etc_pve(node: Node) -> HungFuse:
+    """pmxcfs does not answer any more."""
+    return HungFuse(node, f"/etc/pve/nodes/{node.hostname}", answers=False)
 
 
 def test_several_containers_are_all_attempted_and_the_worst_status_wins(
