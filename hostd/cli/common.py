@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
@@ -10,22 +9,12 @@ from hostd.errors import NotPermittedError, PgrError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import argparse
     from typing import Any
 
     Json = dict[str, Any]
 
 DEFAULT_CONFIG = "/etc/pve-gpu-release/config.yaml"
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one clear line and exit status 2; no abbreviations, so that a typo never becomes another option."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> Any:
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +33,17 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-daemon", action="store_true", help="do the work in this process, not in pve-gpu-hostd")
 
 
+def bad_argument(message: str) -> Exception:
+    """What argparse turns into a usage error. It is not imported before: plain command lines do without (`quick`)."""
+    from argparse import ArgumentTypeError
+
+    return ArgumentTypeError(message)
+
+
 def vmid(text: str) -> int:
     """A container id as argparse type."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 999_999_999:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a container id (a number such as 129)")
+        raise bad_argument(f"{text!r} is not a container id (a number such as 129)")
     return int(text)
 
 
@@ -58,7 +54,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
+        raise bad_argument(f"{text!r} is not a number of seconds from 0 to 86400")
     return value
 
 
@@ -75,7 +71,7 @@ def positive_seconds(text: str) -> float:
     """As `seconds`, without 0: a limit of nothing is no limit and no release either."""
     value = seconds(text)
     if not value:
-        raise argparse.ArgumentTypeError("0 is no time limit (more than 0 seconds)")
+        raise bad_argument("0 is no time limit (more than 0 seconds)")
     return value
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
 VERBS = {
     "release": "free the GPUs that containers hold (the default for a number)",
     "ps": "who holds what, by container and GPU",
@@ -71,22 +76,34 @@ def main(argv: list[str]) -> int:
 
         print(f"pve-gpu-release {__version__}")
         return 0
+    from hostd.cli import quick
+
+    plain = quick.parse(argv)
+    if plain is not None:
+        from hostd.cli import release
+
+        return _run(release.run, plain)
     verb, rest = split_verb(argv)
     word = next((w for w in rest if not w.startswith("-")), "")
     if verb == "release" and word.isalpha() and len(argv) and argv[0] == word:
         return _unknown_verb(word)
     from importlib import import_module
 
-    from hostd.cli.common import Parser, fail
-    from hostd.errors import PgrError
+    from hostd.cli.parser import Parser
 
     module = import_module(f"hostd.cli.{verb.replace('-', '_')}")
     parser = Parser(prog=f"pve-gpu-release {verb}" if verb != "release" else "pve-gpu-release", description=module.HELP)
     module.add_arguments(parser)
     parse = parser.parse_intermixed_args if getattr(module, "INTERMIXED", False) else parser.parse_args
-    args = parse(rest)
+    return _run(module.run, parse(rest))
+
+
+def _run(run: Callable[[Any], int], args: object) -> int:
+    from hostd.cli.common import fail
+    from hostd.errors import PgrError
+
     try:
-        return int(module.run(args))
+        return int(run(args))
     except PgrError as exc:
         return fail(exc, as_json=getattr(args, "json", False))
 
@@ -102,7 +119,28 @@ def _unknown_verb(word: str) -> int:
 
 def entry() -> None:
     """Console script: flushes, survives a closed pipe, keeps tracebacks off the terminal."""
-    os._exit(_guarded(sys.argv[1:]))
+    _open_missing_streams()
+    status = 1
+    try:
+        status = _guarded(sys.argv[1:])
+    except BaseException:  # noqa: BLE001 - nowhere is left to say it
+        pass
+    finally:
+        os._exit(status)
+
+
+def _open_missing_streams() -> None:
+    """`>&-` and a bare exec leave out descriptors: what is opened next must not take their numbers and be written to."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, closefd=False))
 
 
 def _guarded(argv: list[str]) -> int:
@@ -111,7 +149,10 @@ def _guarded(argv: list[str]) -> int:
         sys.stdout.flush()
         return status
     except SystemExit as exc:  # argparse: --help, or wrong arguments
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            return 141
         return exc.code if isinstance(exc.code, int) else 2
     except BrokenPipeError:
         return 141  # as a shell reports a process that SIGPIPE ended
