@@ -322,10 +322,11 @@ class Release:
         """Asks the supervisors of the targets, or kills their units; the pins of those that this has reached."""
         targets = list(targets)
         ask = rung.step is Step.STOP_UNIT
-        if ask:
-            done = self.effects.ask_units(self.units, targets, rung.grace_s)
-        else:
-            done = self.effects.kill_units(self.units, targets)
+        done = (
+            self.effects.ask_units(self.units, targets, rung.grace_s)
+            if ask
+            else self.effects.kill_units(self.units, targets)
+        )
         record.note = "; ".join(done.notes)
         pins: list[Pinned] = []
         for holder in targets:

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 import hostd  # noqa: E402
-from hostd.cli.common import Parser  # noqa: E402
+from hostd.cli.parser import Parser  # noqa: E402
 from hostd.cli.main import VERBS  # noqa: E402
 from hostd.config import DEFAULT_PATH, reference_rows  # noqa: E402
 from hostd.verdicts import REASONS  # noqa: E402

@@ -85,5 +85,16 @@ def _row(holder: Json, names: dict[int, str], verbose: bool) -> list[str]:
         terminal.escape(holder["unit"] or "-"),
         terminal.shorten(command, 200 if verbose else 48),
     ]
-    return [*row, terminal.escape(holder["cgroup"])] if verbose else row
+    return [*row, _more(holder), terminal.escape(holder["cgroup"])] if verbose else row
+
+
+def _more(holder: Json) -> str:
+    """Since when it runs and what it uses, for -v."""
+    from hostd.describe import age, describe
+
+    found = describe(holder["pid"], holder["start_time"])
+    if not found:
+        return "-"
+    parent = f", parent {terminal.escape(found['parent'])}" if found["parent"] else ""
+    return f"up {age(found['started'])}, {found['cpu_s']:.0f} s CPU, {found['rss_mib']:,} MiB RAM{parent}"
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 NAME = "release"
+INTERMIXED = True
+"""`129 --now 130` is two containers."""
 HELP = "Free the NVIDIA GPUs that containers hold: find every holder from the host, end it, prove that the memory is back."
 
 

@@ -4,12 +4,16 @@ daemon's stream and an in-process release look the same."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any, TextIO
 
 from hostd import terminal
 
-Json = dict[str, Any]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any, TextIO
+
+    Json = dict[str, Any]
+
 _STYLE = {"released": "green", "held": "red", "unknown": "yellow"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hostd.cli.common import Parser
+from hostd.cli.parser import Parser
 from hostd.cli.main import VERBS, split_verb
 from hostd.verdicts import REASONS
 from tests.product_command import ROOT
