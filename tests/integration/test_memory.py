@@ -248,11 +248,12 @@ def test_a_client_of_another_container_that_leaves_meanwhile_changes_nothing(
     assert dead(ours) and answer.gpu(50)["used_mib_after"] == 0
 
 
+@pytest.mark.parametrize("unit", [{}, {"cgroup": "system.slice/job.service"}], ids=["plain", "unit"])
 def test_another_container_that_allocates_and_frees_all_the_time_is_no_ghost(
-    node: Node, product: Product, engine: Engine
+    node: Node, product: Product, engine: Engine, unit: dict[str, str]
 ) -> None:
     """Its memory is in `used` a moment before or after it is in the list; a single look may see the difference."""
-    ours = engine()
+    ours = engine(**unit)
     other = node.container(130)
     churn = other.spawn_holder(open=ONE_GPU, alloc=("50:3000:compute",), respawn=-1)
     stop = threading.Event()
@@ -292,6 +293,19 @@ def test_gpu_selects_the_same_after_a_rung_that_was_not_enough(
     deaf = engine(open=ALL_NODES, alloc=("50:1000:compute",), ignore_term=True)
     second = engine(open=ALL_NODES, alloc=("51:1000:compute",))
     answer = product.release(129, "--gpu", "0", "--grace", "0.3").must_be("released")
+    assert answer.signalled() == {deaf.pid} and dead(deaf) and lives(second)
+
+
+def test_gpu_selects_the_same_when_the_driver_falls_silent_in_the_middle(node: Node, engine: Engine) -> None:
+    """Without lists everybody has every node open; where the driver had placed them before still counts."""
+    product = Product(node, "nvml: {deadline: 0.5}\n")
+    deaf = engine(open=ALL_NODES, alloc=("50:1000:compute",), ignore_term=True)
+    second = engine(open=ALL_NODES, alloc=("51:1000:compute",))
+    running = product.start(129, "--gpu", "0", "--grace", "1", "--json")
+    wait_for_rung(node)
+    node.control(hang="*")
+    done = finish(running)
+    answer = parsed(done.status, done.out, done.err).must_be("driver-silent")
     assert answer.signalled() == {deaf.pid} and dead(deaf) and lives(second)
 
 
