@@ -230,9 +230,8 @@ def memory_text(holder: Json) -> str:
 
 
 def unowned_mib(gpu: Json) -> int:
-    """MiB that nobody alive keeps: ghost memory less what a living heir of a dead opener holds."""
-    inherited = sum(c["used_mib"] or 0 for c in gpu["dead_clients"] if c["heir"] == "own")
-    return max(0, (gpu["ghost_mib"] or 0) - inherited)
+    """MiB that nobody alive keeps."""
+    return int(gpu["ghost_mib"] or 0)
 
 
 def gpu_name(gpu: Json) -> str:
