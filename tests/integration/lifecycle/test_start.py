@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tests.embedded.node import GPU_NODES, Container, HolderHandle, Node
 from tests.integration.product import dead, lives
 
-from .conftest import Hook
+from .conftest import STORE, Hook
 
 pytestmark = pytest.mark.embedded
 CONFIG = "".join(f"dev{i}: /dev/{name}\n" for i, name in enumerate(GPU_NODES))
@@ -115,3 +117,20 @@ def test_post_start_says_whether_the_container_runs(node: Node, container: Conta
     container.stop()
     assert hook("post-start").returncode == 0
     assert hook.records() == []
+
+
+def test_a_release_in_flight_holds_a_start_up_for_half_the_budget_only(stopped: None, node: Node, hook: Hook) -> None:
+    """Leftovers are cleared all the same, and ExecStartPre= does not wait again."""
+    hook.configure("hook: {pre_start_budget: 2}\n")
+    hook("pre-start")
+    take = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); time.sleep(600)"
+    busy = node.popen([sys.executable, "-I", "-c", take, f"{STORE}/locks/129.lock"])
+    assert busy.popen.stdout is not None and busy.popen.stdout.readline() == "held\n"
+    left = squat(node, "lxc/129")
+    done = hook("pre-start", timeout=10)
+    assert done.returncode == 0 and "goes on unchecked" in done.stdout and dead(left)
+    began = time.monotonic()
+    assert hook("exec-start-pre").returncode == 0
+    assert time.monotonic() - began < 1.5
+    busy.process.kill()
+    busy.popen.communicate()
