@@ -167,7 +167,10 @@ class World:
         """Puts pids of anybody, and of nobody, into the driver's lists."""
         pids = [*self.members, *(init.pid for init in self.inits.values()), 0, 1, 4294967295, 31_999]
         chosen = self.chance.sample(pids, self.chance.randint(0, 6))
-        words = [f"{pid}:{self.chance.randint(0, 900)}:{self.chance.choice(['compute', 'graphics', 'mps'])}" for pid in chosen]
+        words = [
+            f"{pid}:{self.chance.randint(0, 900)}:{self.chance.choice(['compute', 'graphics', 'mps'])}"
+            for pid in chosen
+        ]
         half = len(words) // 2
         self.node.control(extra_clients={50: " ".join(words[:half]) or None, 51: " ".join(words[half:]) or None})
 

@@ -300,9 +300,7 @@ def comm_of(running: Running) -> str:
 
 
 @pytest.mark.parametrize("cgroup", ["system.slice/a.service", ".lxc"])
-def test_a_process_with_a_deleted_working_directory_and_no_root(
-    product: Product, engine: Engine, cgroup: str
-) -> None:
+def test_a_process_with_a_deleted_working_directory_and_no_root(product: Product, engine: Engine, cgroup: str) -> None:
     holder = engine(cgroup=cgroup, uid=65534)
     product.release(129).must_be("released")
     assert dead(holder)

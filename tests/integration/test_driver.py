@@ -41,7 +41,9 @@ def test_pids_in_the_drivers_list_are_no_targets(
     answer = product.release(129)
     assert answer.signalled() == {holder.pid}
     assert lives(stranger, elsewhere) and container.init_process.alive()
-    assert answer.fates()[container.init_pid] == "spared", "listed, ours, but nothing to be seen: named, never signalled"
+    assert answer.fates()[container.init_pid] == "spared", (
+        "listed, ours, but nothing to be seen: named, never signalled"
+    )
     answer.must_be("driver-only-holder")
     node.control(extra_clients={50: f"{words} {elsewhere.pid}:13:compute"})
     second = engine()
@@ -127,7 +129,9 @@ def test_the_module_is_not_loaded_but_named_by_proc_devices(product: Product, no
 
 
 @pytest.mark.case("accepted")
-@pytest.mark.parametrize("trouble", [MISMATCH, {"crash": "nvmlInit"}, {"hang": "nvmlInit"}], ids=["error", "crash", "hang"])
+@pytest.mark.parametrize(
+    "trouble", [MISMATCH, {"crash": "nvmlInit"}, {"hang": "nvmlInit"}], ids=["error", "crash", "hang"]
+)
 def test_no_verify_memory_accepts_what_the_driver_cannot_confirm_and_says_so(
     node: Node, engine: Engine, neighbours: list[HolderHandle], expected: str, trouble: dict[str, str]
 ) -> None:

@@ -29,7 +29,15 @@ COMMS = (
     "{vmid} %s {0}",
     "\x7f\x00del"[:1],
 )
-ARGV = ("\x1b]0;owned\x07", "two\nlines", "\x00"[:0], '"}]}', "\u202e\u2066\u200b", os.fsdecode(b"\xff\xfe"), "x" * 5000)
+ARGV = (
+    "\x1b]0;owned\x07",
+    "two\nlines",
+    "\x00"[:0],
+    '"}]}',
+    "\u202e\u2066\u200b",
+    os.fsdecode(b"\xff\xfe"),
+    "x" * 5000,
+)
 ALLOWED = re.compile(r"\x1b\[K|\r|\n|\x1b\[[0-9;]*m")
 """What the product itself writes to a terminal: erase the line, return, colours."""
 
@@ -41,7 +49,9 @@ def raw_controls(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("comm", COMMS, ids=ascii)
-def test_text_has_no_raw_control_character_and_json_parses(node: Node, product: Product, engine: Engine, comm: str) -> None:
+def test_text_has_no_raw_control_character_and_json_parses(
+    node: Node, product: Product, engine: Engine, comm: str
+) -> None:
     holder = engine(comm=comm, argv=ARGV, ignore_term=True)
     for words in (["ps"], ["ps", "129"], ["verify", "129"], ["129", "-n", "-v"], ["map", "129", holder.main.ns_pid]):
         answer = product.run(*words)
@@ -82,7 +92,9 @@ def test_refusals_and_errors_escape_names_too(product: Product, container: Conta
         assert answer.status == 2 and raw_controls(answer.out + answer.err) == [], words
 
 
-def test_an_unkillable_task_is_shown_without_raw_characters(product: Product, container: Container, engine: Engine) -> None:
+def test_an_unkillable_task_is_shown_without_raw_characters(
+    product: Product, container: Container, engine: Engine
+) -> None:
     with container.frozen_fs() as frozen:
         stuck = engine(comm="\x1b[2Jstuck\n", touch=frozen.path("x"))
         frozen.freeze()

@@ -102,7 +102,9 @@ def test_a_member_that_cannot_be_seen_is_a_blind_spot_and_pid_0_nobodys(
     with subprocess.Popen(["sleep", "1000"]) as outside:
         try:
             (container.cgroup("init.scope") / "cgroup.procs").write_text(str(outside.pid))
-            wait_until(lambda: "0\n" in node.run(["cat", "/sys/fs/cgroup/lxc/129/ns/init.scope/cgroup.procs"]).stdout, "0")
+            wait_until(
+                lambda: "0\n" in node.run(["cat", "/sys/fs/cgroup/lxc/129/ns/init.scope/cgroup.procs"]).stdout, "0"
+            )
             answer = product.release(129).must_be("blind-spots")
             assert answer.signalled() == {holder.pid} and dead(holder) and outside.poll() is None
             assert "cannot be seen" in answer.message
@@ -115,7 +117,9 @@ def test_pid_1_can_not_be_selected(product: Product, container: Container, word:
     product.ask(129, "--pid", word).must_be("usage")
 
 
-def test_our_own_helpers_are_no_holders_even_in_the_containers_cgroup(node: Node, product: Product, engine: Engine) -> None:
+def test_our_own_helpers_are_no_holders_even_in_the_containers_cgroup(
+    node: Node, product: Product, engine: Engine
+) -> None:
     """Run from a shell that was moved into the container's cgroup, our NVML child has GPU nodes open there."""
     holder = engine()
     done = node.run([*product.command, "129", "--json"], cgroup="lxc/129/ns/.lxc")

@@ -129,7 +129,9 @@ def others_python() -> str:
 
 
 @pytest.mark.case("not-root")
-@pytest.mark.parametrize("words", [["129"], ["ps"], ["verify", "129"], ["map", "129", "1"], ["129", "-n"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["129"], ["ps"], ["verify", "129"], ["map", "129", "1"], ["129", "-n"]], ids=" ".join
+)
 def test_not_root(node: Node, product: Product, container: Container, expected: str, words: list[str]) -> None:
     """Neither checkout nor interpreter need be readable for others: they get copies where they can reach them."""
     import hostd

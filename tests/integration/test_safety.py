@@ -148,5 +148,9 @@ def a_holder_of(world: World, vmid: int, *, host_space: bool) -> Member:
 
 def test_the_oracle_itself_tells_the_look_alikes_apart() -> None:
     assert [vmid_of(c) for c in ("/lxc/129", "/lxc/129/ns/x", "/lxc/12", "/lxc/1290/ns")] == [129, 129, 12, 1290]
-    others = [c for c in CGROUPS if not c.startswith(tuple(f"/lxc/{v}/" for v in VMIDS)) and c not in [f"/lxc/{v}" for v in VMIDS]]
+    others = [
+        c
+        for c in CGROUPS
+        if not c.startswith(tuple(f"/lxc/{v}/" for v in VMIDS)) and c not in [f"/lxc/{v}" for v in VMIDS]
+    ]
     assert len(others) >= 10 and {vmid_of(c) for c in others} == {None}
