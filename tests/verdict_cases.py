@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, str]] = {
     "handover-refused": ("`--all-containers` with nobody to ask and without --yes", "refused"),
     "handover-host": ("`--all-containers` while the host has it open", "gpu-host-holds"),
     "handover-vfio": ("`--all-containers` for a GPU that vfio-pci has", "gpu-not-ours"),
+    "restarted": ("the container is started again in the middle of a release", "container-restarted"),
+    "kept-by-rest": ("--pid of an opener: children that were not selected keep its memory", "held-by-rest"),
     "draining": ("the time limit passes while memory still falls", "draining"),
     "passed-on": ("the descriptor was passed to another container, which keeps the memory", "held-by-other"),
     "taken-over": ("a CUDA IPC importer elsewhere keeps the memory", "taken-over"),

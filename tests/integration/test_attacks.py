@@ -41,6 +41,7 @@ def test_a_container_that_is_started_again_in_the_middle_is_left_alone(
         assert answer.fates()[new.pid] == "spared"
 
 
+@pytest.mark.case("restarted")
 def test_the_new_run_is_told_apart_even_while_something_of_the_old_one_is_left(
     node: Node, product: Product, container: Container, engine: Engine
 ) -> None:

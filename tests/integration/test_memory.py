@@ -337,6 +337,7 @@ def test_pid_of_a_process_that_holds_nothing(product: Product, container: Contai
     assert lives(holder, idle) and answer.json["rungs"] == []
 
 
+@pytest.mark.case("kept-by-rest")
 def test_pid_of_an_opener_whose_children_keep_the_memory(node: Node, product: Product, engine: Engine) -> None:
     family = engine(children=2)
     answer = product.release(129, "--pid", family.main.ns_pid)
