@@ -32,12 +32,16 @@ Json = dict[str, Any]
 
 
 def clean(text: str) -> str:
-    """Valid Unicode: bytes that were not UTF-8 become `\\xNN`."""
+    """Valid Unicode: bytes that were not UTF-8 become `\\xNN`, other lone surrogates `\\uNNNN`."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return "".join(c if not "\ud800" <= c <= "\udfff" else _lone(ord(c)) for c in text)
     return text
+
+
+def _lone(code: int) -> str:
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
 
 def process_dict(process: Process) -> Json:
