@@ -83,6 +83,8 @@ class Case:
     new_run_ticks: int | None = None
     """Start of the container's new init, when it was started again during this release."""
     time_is_up: bool = False
+    had: int = 0
+    """Selected holders at the first look."""
     resumed: frozenset[ProcessRef] = frozenset()
     """What an earlier attempt of this release, which was cut off, had signalled."""
     baseline_mib: dict[int, int] = field(default_factory=dict)
@@ -378,10 +380,10 @@ _MEMORY_CHECKS = (_gpu_lost, _ghost, _ghost_before, _passed_on, _kept_by_rest, _
 
 def _released(case: Case) -> Judgement:
     after = case.after
-    if case.acted or case.resumed:
+    if case.acted or case.resumed or case.had:
         if not case.verify_memory and (silence := driver_silence(after)):
             return judgement(case, "memory-not-verified", detail=silence[1])
-        count = len(case.known | case.resumed)
+        count = len(case.known | case.resumed) or case.had
         gone = f"{count} holder{'s' if count != 1 else ''}"
         return judgement(case, "released", gone=gone, gpus=gpus_text(case, case.minors))
     if not after.driver_present:

@@ -556,12 +556,29 @@ def join(vmid: int, at_s: float, facts: Facts, own_seen: set[int]) -> Observatio
     )
 
 
+def _living_opener(pid: int, facts: Facts, listed: set[int]) -> int | None:
+    """The listed client, alive, whose child, grandchild, ... this process of the container is: it inherited from that."""
+    child = facts.members.processes.get(pid)
+    for _ in range(MOST_ANCESTORS):
+        parent = facts.members.processes.get(child.ppid) if child is not None else None
+        if child is None or parent is None or parent.start_time > child.start_time:
+            return None
+        if parent.pid in listed:
+            return parent.pid
+        child = parent
+    return None
+
+
 def _own_heirs(own_holders: Mapping[int, OpenNodes], listed: set[int], facts: Facts) -> dict[int, frozenset[int]]:
     """GPU minor -> the container's unlisted holders that can have inherited there; those with uvm open come first."""
     heirs: dict[int, frozenset[int]] = {}
     for info in facts.gpus:
         unlisted = {
-            pid for pid, nodes in own_holders.items() if pid not in listed and info.minor in gpu_minors_of(nodes, facts)
+            pid
+            for pid, nodes in own_holders.items()
+            if pid not in listed
+            and info.minor in gpu_minors_of(nodes, facts)
+            and _living_opener(pid, facts, listed) is None
         }
         strong = {pid for pid in unlisted if can_hold_memory(own_holders[pid], facts.driver)}
         heirs[info.minor] = frozenset(strong or unlisted)
@@ -642,12 +659,17 @@ def _placement(
     facts: Facts,
     states: tuple[GpuState, ...],
 ) -> tuple[set[int], int | None, int | None]:
-    """(GPU minors, MiB, dead opener) of a holder (DESIGN 4, "Which GPU?"): where the driver lists it; else where a dead
-    opener left memory that it can have inherited; else every GPU node that it has open."""
+    """(GPU minors, MiB, dead opener) of a holder (DESIGN 4, "Which GPU?"): where the driver lists it; else where it lists
+    the living process whose child it is (a data worker); else where a dead opener left memory that it can have inherited;
+    else every GPU node that it has open."""
     if listed_on:
         figures = list(listed_on.values())
         return set(listed_on), (None if None in figures else sum(f for f in figures if f is not None)), None
     open_gpus = gpu_minors_of(nodes, facts)
+    opener = _living_opener(pid, facts, _listed_pids(facts))
+    if opener is not None:
+        theirs = {s.info.minor for s in states if opener in s.client_mib}
+        return (theirs & open_gpus) or set(open_gpus), None, None
     heirlooms = [
         (s.info.minor, dead)
         for s in states

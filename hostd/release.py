@@ -104,7 +104,9 @@ class _State:
     stuck: list[Stuck] = field(default_factory=list)
     """Of the targets that SIGKILL did not end while nothing moved."""
     asked_last: Observation | None = None
-    """The last look at which the driver was asked."""
+    """The last look at which the driver answered."""
+    silent: bool = False
+    """It did not when it was asked last."""
     handovers: list[Handover] = field(default_factory=list)
     first_signal_ticks: int | None = None
     falling: bool = False
@@ -185,7 +187,8 @@ class Release:
         # A driver that hangs may take a part of the time only: what comes after needs some, too.
         first = self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
         state = _State(first, self._begun_s, self._begun_s + limits.timeout_s)
-        state.asked_last = first
+        state.silent = driver_silence(first) is not None
+        state.asked_last = None if state.silent else first
         self._climbing = state, first
         self._check_exists(first)
         self._select(first)
@@ -266,8 +269,13 @@ class Release:
         """SIGTERM, then SIGKILL, to a process outside any unit that has been seen to start holders again."""
         loose = [h for h in self._targets(observation) if not self.units.may_kill(h)]
         for process in self.lineage.restarters(loose, state.first.init):
-            pin = Pinned.pin(process.ref, self.observer.recheck)
-            if pin is None or self._time_is_up(state) or self._is_told_to_stop(state, observation):
+            if process.ns_pids == (1,) or self._time_is_up(state) or self._is_told_to_stop(state, observation):
+                continue
+            try:
+                pin = Pinned.pin(process.ref, self.observer.recheck)
+            except OSError:
+                continue  # then it goes on, and is named in the verdict
+            if pin is None:
                 continue
             record = RungRecord(Step.STOP_UNIT, self._now_ms(), [process.pid])
             record.note = f"pid {process.pid} ({process.comm}) starts the job again and again"
@@ -579,7 +587,9 @@ class Release:
 
     def _note_handovers(self, state: _State, observation: Observation) -> None:
         before = state.asked_last
-        if not observation.nvml_asked or driver_silence(observation):
+        if observation.nvml_asked:
+            state.silent = driver_silence(observation) is not None
+        if not observation.nvml_asked or state.silent:
             return
         state.asked_last = observation
         if before is None:
@@ -591,8 +601,8 @@ class Release:
                 state.handovers += handovers(was, gpu, gone)
 
     def _is_driver_answering(self, state: _State) -> bool:
-        """False when the driver was silent at the last look: it is asked again at the end, not before each rung."""
-        return state.asked_last is not None and not driver_silence(state.asked_last)
+        """False when the driver was silent when it was asked last: it is asked again at the end, not after each rung."""
+        return not state.silent
 
     def _minors_of(self, holders: Iterable[Holder]) -> set[int]:
         """The GPUs that are verified for holders: every one that they had open (DESIGN 4, Verify)."""
@@ -635,7 +645,14 @@ class Release:
         raise NoSuchContainerError(message, next_step=step, vmid=self.subject.vmid)
 
     def _refuse_init(self, first: Observation) -> None:
-        init = next((h for h in self._selected(first) if h.is_init and h.targetable), None)
+        init = next(
+            (
+                h
+                for h in self._selected(first)
+                if h.is_init and h.targetable and not of_new_run(h, self._new_run_ticks)
+            ),
+            None,
+        )
         if init is None or self.options.stop:
             return
         message, step = say(
@@ -740,6 +757,7 @@ class Release:
             handovers=tuple(state.handovers),
             new_run_ticks=self._new_run_ticks,
             time_is_up=self._time_is_up(state),
+            had=sum(1 for h in self._selected(state.first) if h.targetable),
             resumed=self.resume.termed | self.resume.killed if self.resume else frozenset(),
             baseline_mib=self._baseline,
             falling=state.falling,

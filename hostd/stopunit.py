@@ -68,6 +68,11 @@ class UnitStopper:
     def __init__(self, sources: Sources, view: ContainerView) -> None:
         self._sources = sources
         self._view = view
+        try:
+            self._cgroup = sources.cgroups.open(view.vmid)
+        except OSError:
+            self._cgroup = None
+        """The incarnation that the release began with: a container that is started again meanwhile has another one."""
         self._asking: list[Asking] = []
         self._asked: set[str] = set()
 
@@ -75,6 +80,8 @@ class UnitStopper:
         for asking in self._asking:
             asking.close()
         self._asking.clear()
+        if self._cgroup is not None:
+            self._cgroup.close()
 
     # --- rung 0 ---
 
@@ -145,23 +152,19 @@ class UnitStopper:
     def _kill_one(self, supervisor: Supervisor, members: Members) -> str:
         """Why it was not killed; empty when it was, or is gone."""
         relative = supervisor.cgroup.removeprefix(f"/lxc/{self._view.vmid}/")
-        cgroup = self._sources.cgroups.open(self._view.vmid)
-        if cgroup is None:
+        unit = self._cgroup.sub(relative) if self._cgroup is not None else None
+        if unit is None:
             return ""
-        with cgroup:
-            unit = cgroup.sub(relative)
-            if unit is None:
-                return ""
-            with unit:
-                inside, _ = unit.pids()
-                if members.init is not None and members.init.pid in inside:
-                    return f"the container's init is in {supervisor.name}"
-                try:
-                    unit.kill()
-                except OSError as exc:
-                    if exc.errno != errno.EOPNOTSUPP:
-                        raise
-                    return f"{supervisor.name}: a threaded cgroup cannot be killed as a whole"
+        with unit:
+            inside, _ = unit.pids()
+            if {init.pid for init in members.inits} & inside:
+                return f"the container's init is in {supervisor.name}"
+            try:
+                unit.kill()
+            except OSError as exc:
+                if exc.errno != errno.EOPNOTSUPP:
+                    raise
+                return f"{supervisor.name}: a threaded cgroup cannot be killed as a whole"
         return ""
 
     def may_kill(self, holder: Holder) -> bool:

@@ -58,6 +58,25 @@ def test_the_new_run_is_told_apart_even_while_something_of_the_old_one_is_left(
     assert answer.fates() == {left.pid: "exited", new.pid: "spared"}
 
 
+def test_a_unit_of_the_new_run_is_not_killed_as_a_whole(
+    node: Node, product: Product, container: Container, engine: Engine
+) -> None:
+    """--stop-units, and the container with the same unit is started again meanwhile."""
+    unit = {"cgroup": "system.slice/vllm.service"}
+    left = node.spawn_holder(open=ONE_GPU, cgroup="lxc/129/ns/.lxc", ignore_term=True)
+    loop = engine(respawn=-1, **unit)
+    running = product.start(129, "--grace", "2", "--stop-units", "--json")
+    wait_for_rung(node)
+    container.stop()
+    again = node.container(129)
+    new = again.spawn_holder(open=ONE_GPU, alloc=("50:1000:compute",), respawn=-1, **unit)
+    bystander = again.spawn_holder(argv=("sh",), **unit)
+    done = finish(running)
+    answer = parsed(done.status, done.out, done.err)
+    assert lives(new, bystander) and again.init_process.alive(), answer.out
+    assert dead(loop, left) and answer.status == 3
+
+
 def test_a_container_that_is_stopped_in_the_middle_is_released(
     node: Node, product: Product, container: Container, engine: Engine
 ) -> None:

@@ -286,6 +286,16 @@ def test_gpu_selects_by_whose_memory_it_is_not_by_what_is_open(
     assert answer.signalled() == {first.pid} and dead(first) and lives(second)
 
 
+def test_gpu_leaves_the_data_workers_of_the_other_gpus_job_alone(
+    node: Node, product: Product, engine: Engine, neighbours: list[HolderHandle]
+) -> None:
+    """Forked workers are in no list and have every node open: they are where their living parent is."""
+    first = engine(open=ALL_NODES, alloc=("50:1000:compute",), children=2)
+    second = engine(open=ALL_NODES, alloc=("51:1000:compute",), children=3, grandchildren=1)
+    answer = product.release(129, "--gpu", "0").must_be("released")
+    assert answer.signalled() == set(first.pids) and dead(first) and lives(second)
+
+
 def test_gpu_selects_the_same_after_a_rung_that_was_not_enough(
     node: Node, product: Product, engine: Engine, neighbours: list[HolderHandle]
 ) -> None:

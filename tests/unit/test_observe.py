@@ -94,6 +94,16 @@ BOTH = nodes(50, 51)
             (50, 51),
             None,
         ),
+        (
+            "where its living parent is listed, whose descriptors it inherited",
+            facts(
+                [process(11, ppid=21), process(21, ppid=31), process(31)],
+                {11: BOTH},
+                [nvml(50, 900, {7: 900}), nvml(51, 5, {31: 5})],
+            ),
+            (51,),
+            None,
+        ),
         ("nowhere, with control nodes alone", facts([process(11)], {11: nodes()}, [nvml(50, 0)]), (), None),
         (
             "where it was placed before, when the driver is silent",
@@ -106,7 +116,7 @@ BOTH = nodes(50, 51)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_holder_is(sentence: str, given: Facts, gpus: tuple[int, ...], memory: int | None) -> None:
-    (holder,) = joined(given).holders
+    holder = next(h for h in joined(given).holders if h.process.pid == 11)
     assert holder.gpus == gpus and holder.memory_mib == memory
 
 
