@@ -49,6 +49,7 @@ from hostd.observe import Observer, Sources, read_driver
 from hostd.resetplan import REBOOT
 from hostd.selection import resolve_gpu, resolve_pid
 from hostd.stopunit import Lineage, Stopped, UnitStopper
+from hostd.system.kmsg import PATH as KMSG
 from hostd.system.kmsg import Xid
 from hostd.system.pidfd import Pinned, wait_any
 from hostd.triage import stuck_tasks
@@ -131,6 +132,7 @@ class Release:
         release_id: str = "",
         resume: Resume | None = None,
         resetter: Resetter | None = None,
+        kmsg: str = KMSG,
     ) -> None:
         self.sources = sources
         self.subject = subject
@@ -144,6 +146,7 @@ class Release:
         self.report.started = _utc_now()
         self.resume = resume
         self.resetter = resetter
+        self._kmsg = kmsg
         self.units = UnitStopper(sources, self.observer.view)
         self.lineage = Lineage(sources, self.observer.view)
         self.xids: XidWatch | None = None
@@ -206,7 +209,7 @@ class Release:
         if not work:
             self._conclude(state, self._probe_old_ghosts(state, first))
             return
-        self.xids = XidWatch()
+        self.xids = XidWatch(self._kmsg)
         self.lineage.note(holders)
         last = self._climb(state, first)
         self._refuse_init(last)  # it may have opened a GPU meanwhile; everybody else has been dealt with

@@ -97,9 +97,9 @@ BOTH = nodes(50, 51)
         (
             "where its living parent is listed, whose descriptors it inherited",
             facts(
-                [process(11, ppid=21), process(21, ppid=31), process(31)],
+                [process(11, ppid=5), process(5, ppid=3), process(3)],
                 {11: BOTH},
-                [nvml(50, 900, {7: 900}), nvml(51, 5, {31: 5})],
+                [nvml(50, 900, {7: 900}), nvml(51, 5, {3: 5})],
             ),
             (51,),
             None,
