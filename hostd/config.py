@@ -222,7 +222,7 @@ KEYS = (
         "hook.min_free_mib",
         "mib",
         _H.min_free_mib,
-        "A GPU of the container with less free memory than this is dirty; 0 = not checked.",
+        "A GPU of the container with less free memory than this is dirty (what others use counts as free); 0 = not checked.",
         high=1 << 24,
     ),
     Key(

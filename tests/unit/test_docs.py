@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hostd.cli.parser import Parser
 from hostd.cli.main import VERBS, split_verb
+from hostd.cli.parser import Parser
 from hostd.verdicts import REASONS
 from tests.product_command import ROOT
 from tools.docs import PAGES
