@@ -8,15 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from tests.embedded.node import MISMATCH, NO_V2_MEMORY, NOT_LOADED, Container, HolderHandle, Node
+from tests.product_command import command
 
 from .conftest import ALL_NODES, ONE_GPU
-from .product import Answer, Product, dead, held_mib, lives
+from .product import Answer, Product, dead, held_mib, lives, parsed
 
 Engine = Callable[..., HolderHandle]
 OTHERS = {51: 2048}
 IMPATIENT = """\
 ladder: {grace: 5, kill_grace: 1, drain_grace: 1, timeout: 30, read_deadline: 0.5}
-nvml: {deadline: 0.5}
+nvml: {deadline: 0.3}
 """
 DEADLINE_S = 30.0
 """The time limit of these releases; "does not hang" means less than that and a generous bit."""
@@ -148,6 +149,16 @@ def test_no_verify_memory_does_not_ignore_ghost_memory_that_the_driver_reports(
     node.control(leak_mib={50: 500})
     engine()
     product.release(129, "--no-verify-memory").must_be("ghost-memory")
+
+
+def test_without_any_of_the_python_packages(node: Node, engine: Engine, neighbours: list[HolderHandle]) -> None:
+    """No pynvml, no yaml, no psutil: holders are ended, the built-in defaults count, the verdict is unknown."""
+    Product(node)
+    holder = engine()
+    python, *words = command()
+    done = node.run([python, "-S", *words, "129", "--json"])  # without site-packages
+    answer = parsed(done.returncode, done.stdout, done.stderr).must_be("nvml-missing")
+    assert dead(holder) and held_mib(node) == OTHERS and "pynvml" in answer.message
 
 
 def test_an_old_driver_without_v2_memory_and_v3_lists(make_node: Callable[..., Node]) -> None:

@@ -137,6 +137,14 @@ def test_a_gpu_only_in_the_configuration_is_looked_at(node: Node, product: Produ
     assert "GPU 1" in product.release(129).must_be("ghost-memory-before").message
 
 
+def test_a_gpu_only_in_a_snapshot_of_the_configuration_is_not_the_containers(node: Node, product: Product) -> None:
+    """The configuration is read up to the first section: what follows are snapshots (DESIGN 12)."""
+    node.control(ghost_mib={51: 700})
+    node.container(129, config="arch: amd64\ndev0: /dev/nvidia0\n\n[before]\ndev0: /dev/nvidia1\n")
+    answer = product.release(129).must_be("nothing-held")
+    assert [g["minor"] for g in answer.json["gpus"]] == [50]
+
+
 def test_everything_that_a_holder_had_open_is_verified(node: Node, product: Product) -> None:
     """The driver lists it on GPU 0 alone; a leak on GPU 1, which it had open too, is seen."""
     container = node.container(129, config=False)

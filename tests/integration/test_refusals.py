@@ -293,6 +293,25 @@ def test_while_it_waits_for_another_release_it_is_no_client_of_the_gpu(
     assert finish(first).status == 0 and finish(second).status == 0
 
 
+def test_helpers_hold_no_lock_and_the_directory_is_roots(node: Node, product: Product, engine: Engine) -> None:
+    """flock survives in a forked child, so none may have it (DESIGN 12)."""
+    engine(term_ms=1500)
+    running = product.start(129, "--json")
+    wait_for_rung(node)
+    everybody = children_of(running.process.outer_pid)
+    assert everybody, "the driver's child at least"
+    for pid in everybody:
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        assert not [link for link in links if "/locks/" in link or "/releases/" in link], links
+    assert node.path("/run/pve-gpu-release").stat().st_mode & 0o777 == 0o700
+    assert finish(running).status == 0
+
+
+def children_of(pid: int) -> list[int]:
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [grandchild for child in found for grandchild in children_of(child)]
+
+
 def test_two_containers_are_released_side_by_side(node: Node, product: Product, engine: Engine) -> None:
     ours = engine(term_ms=500)
     theirs = node.container(130).spawn_holder(open=ALL_NODES, alloc=("51:100:compute",), term_ms=500)
