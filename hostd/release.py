@@ -608,7 +608,12 @@ class Release:
         return not state.silent
 
     def _minors_of(self, holders: Iterable[Holder]) -> set[int]:
-        """The GPUs that are verified for holders: every one that they had open (DESIGN 4, Verify)."""
+        """The GPUs that are verified for holders: every one that they had open (DESIGN 4, Verify).
+
+        With `--gpu` those whose memory they held: a CUDA process opens every node that it can see (FACTS).
+        """
+        if self.selection.minors is not None:
+            return {m for h in holders for m in h.gpus}
         return {m for h in holders for m in (*h.gpus, *h.open_gpus)}
 
     def _selected(self, observation: Observation) -> list[Holder]:
