@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_a_unit_of_the_new_run_is_not_killed_as_a_whole(
     node: Node, product: Product, container: Container, engine: Engine
 ) -> None:
     """--stop-units, and the container with the same unit is started again meanwhile."""
-    unit = {"cgroup": "system.slice/vllm.service"}
+    unit: dict[str, Any] = {"cgroup": "system.slice/vllm.service"}
     left = node.spawn_holder(open=ONE_GPU, cgroup="lxc/129/ns/.lxc", ignore_term=True)
     loop = engine(respawn=-1, **unit)
     running = product.start(129, "--grace", "2", "--stop-units", "--json")

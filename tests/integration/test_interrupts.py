@@ -6,12 +6,13 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.embedded.node import HolderHandle, Node, wait_until
 
-from .product import Product, dead, finish, held_mib, lives, parsed, wait_for_rung
+from .product import Product, dead, finish, held_mib, lives, parsed, wait_for_rung, written_ahead
 from .terminal import Terminal
 
 Engine = Callable[..., HolderHandle]
@@ -52,7 +53,7 @@ def test_ctrl_c_while_the_driver_is_waited_for_ends_in_bounded_time(
     node.control(hang="nvmlInit")
     holder = engine()
     running = product.start(129, "--json")
-    wait_until(lambda: '"release_id"' in _records(node), "the release has begun")
+    wait_until(lambda: '"release_id"' in written_ahead(node), "the release has begun")
     running.process.kill(signal.SIGINT)
     done = finish(running, timeout=30)
     answer = parsed(done.status, done.out, done.err).must_be("interrupted")
@@ -64,7 +65,7 @@ def test_a_second_ctrl_c_does_not_wait(node: Node, product: Product, engine: Eng
     node.control(hang="nvmlInit")
     holder = engine()
     running = product.start(129, "--json")
-    wait_until(lambda: '"release_id"' in _records(node), "the release has begun")
+    wait_until(lambda: '"release_id"' in written_ahead(node), "the release has begun")
     running.process.kill(signal.SIGINT)
     wait_until(lambda: running.process.state() == "S", "it waits for the driver again")
     running.process.kill(signal.SIGINT)
@@ -117,7 +118,7 @@ def test_a_closed_terminal_does_not_end_the_release(
         wait_for_rung(node)
         terminal.hang_up()
         deaf.wait_gone()
-        wait_until(lambda: _records(node) != "" and last_record(node)["report"] is not None, "the release is finished")
+        wait_until(lambda: written_ahead(node) != "" and last_record(node)["report"] is not None, "the release is finished")
     assert last_record(node)["report"]["reason"] == "released" and held_mib(node) == {}
 
 
@@ -170,14 +171,8 @@ def test_a_full_run_does_not_stop_a_release(node: Node, product: Product, engine
     assert dead(holder) and answer.json["rungs"]
 
 
-def _records(node: Node) -> str:
-    from .product import written_ahead
-
-    return written_ahead(node)
-
-
-def last_record(node: Node) -> dict[str, object]:
+def last_record(node: Node) -> dict[str, Any]:
     paths = list(node.path("/run/pve-gpu-release/releases").glob("*.json"))
     newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
-    found: dict[str, object] = json.loads(newest.read_text())
+    found: dict[str, Any] = json.loads(newest.read_text())
     return found

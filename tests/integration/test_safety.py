@@ -11,6 +11,7 @@ import os
 import random
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_every_holder_is_found_and_nobody_else_is_signalled(world: World, refere
         world.lie()
         vmid = world.chance.choice(VMIDS)
         real = number % REAL_EVERY == REAL_EVERY - 1
-        options = {"now": not real and world.chance.random() < 0.8, "stop_units": world.chance.random() < 0.3}
+        options: dict[str, Any] = {"now": not real and world.chance.random() < 0.8, "stop_units": world.chance.random() < 0.3}
         ours, holders = world.of(vmid), world.holders_of(vmid)
         outcome = referee.release(vmid, real=real, limits=GRACEFUL if real else INSTANT, **options)
         about = f"PGR_SEED={seed}, case {number}: release of {vmid}, {options}, real={real}\n{world.describe()}"
