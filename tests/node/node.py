@@ -517,7 +517,8 @@ class VirtualNode:
     def install_deb(self, package: Path) -> subprocess.CompletedProcess[str]:
         """apt install ./package (no network: the dependencies are in the tree)."""
         self.copy_in(package, f"/shared/{package.name}")
-        command = ["apt-get", "install", "-y", "--allow-downgrades", "-o", "Dpkg::Options::=--force-confold", f"/shared/{package.name}"]
+        keep = "Dpkg::Options::=--force-confold"
+        command = ["apt-get", "install", "-y", "--allow-downgrades", "-o", keep, f"/shared/{package.name}"]
         return self.run(command, env={"DEBIAN_FRONTEND": "noninteractive"}, timeout=180)
 
     # ---- GPUs ------------------------------------------------------------------------------------------------------
