@@ -265,7 +265,7 @@ def test_another_user_s_process_is_a_blind_spot_and_never_nothing_open(node: str
 
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A frozen ext4 with a file `page` on it (FACTS, Kernel); thawed, whatever happens."""
+    """A frozen ext4 with a file `page` on it (FACTS, Kernel); thawed, whatever happens: a guard does it when we are killed."""
     where = tmp_path_factory.mktemp("frozen")
     image, mount = where / "image", where / "mount"
     mount.mkdir()
@@ -274,13 +274,15 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made = subprocess.run(["mkfs.ext4", "-q", image], capture_output=True)
     if made.returncode or subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True).returncode:
         pytest.skip("cannot mount a loop device here")
+    watch = 'read -r _; fsfreeze -u "$1" 2>/dev/null'  # our end of its standard input closes with us
+    guard = subprocess.Popen(["sh", "-c", watch, "guard", mount], stdin=subprocess.PIPE, start_new_session=True)
     try:
         (mount / "page").write_bytes(bytes(4096))
         os.sync()
         subprocess.run(["fsfreeze", "-f", mount], check=True)
         yield mount
     finally:
-        subprocess.run(["fsfreeze", "-u", mount], capture_output=True)
+        guard.communicate()
         end = time.monotonic() + 20
         while subprocess.run(["umount", mount], capture_output=True).returncode and time.monotonic() < end:
             time.sleep(0.01)

@@ -55,11 +55,12 @@ def test_a_fine_node_in_the_first_pid_namespace_is_0(fine: FineNode, ct: Contain
     outer = str(fine.node.init.outer_pid)
     command = ["nsenter", "--target", outer, "--mount", "--cgroup", "--uts", "--wd=/", "--"]
     command += ["unshare", "--mount", "sh", "-c", inner]
-    for _ in range(5):
+    end = time.monotonic() + 120
+    while True:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         answer = json.loads(done.stdout)
         assert [f for f in answer["findings"] if f["severity"] != "note"] == []
-        if not answer["could_not_look"]:
+        if not answer["could_not_look"] or time.monotonic() > end:
             break
     assert (answer["could_not_look"], done.returncode) == ([], 0)
 
