@@ -58,7 +58,11 @@ def find_subject(sources: Sources, vmid: int, pve: Pve) -> tuple[Subject, list[B
     Raises NoSuchContainerError when neither configuration nor cgroup exists here (another node that has it is named), and
     UnreadableError when the configuration decides and cannot be read.
     """
-    cgroup = sources.cgroups.open(vmid)
+    try:
+        cgroup = sources.cgroups.open(vmid)
+    except OSError as exc:
+        message, step = say("cannot-look", detail=f"cannot open cgroup /lxc/{vmid}: {exc.strerror or exc}")
+        raise UnreadableError(message, next_step=step, vmid=vmid) from exc
     if cgroup is not None:
         cgroup.close()
     try:

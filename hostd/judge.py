@@ -385,7 +385,8 @@ def _released(case: Case) -> Judgement:
             return judgement(case, "memory-not-verified", detail=silence[1])
         count = len(case.known | case.resumed) or case.had
         gone = f"{count} holder{'s' if count != 1 else ''}"
-        return judgement(case, "released", gone=gone, gpus=gpus_text(case, case.minors))
+        quiet = {m for m in case.minors if (s := after.gpu(m)) and not s.live_clients}
+        return judgement(case, "released", gone=gone, gpus=gpus_text(case, case.minors) + bar1_text(case, quiet))
     if not after.driver_present:
         return judgement(case, "no-driver")
     if not case.verify_memory and (silence := driver_silence(after)):
@@ -436,7 +437,7 @@ def bar1_text(case: Case, minors: Iterable[int]) -> str:
     """High BAR1 use without a holder goes into the reason, the verdict stays (DESIGN 4)."""
     high = [
         f"{gpu_text(s)} has {s.bar1_used_mib:,} MiB of BAR1 in use"
-        for m in minors
+        for m in sorted(minors)
         if (s := case.after.gpu(m)) and s.bar1_used_mib and s.bar1_used_mib > 256
     ]
     return f" ({'; '.join(high)})" if high else ""

@@ -222,7 +222,8 @@ class Release:
                 targets = self._targets_of(rung, state, observation)
                 if not targets:
                     continue
-                if self._time_is_up(state) or self._is_told_to_stop(state, observation):
+                last = rung.step is Step.KILL and round_number == 0 and state.first_signal_ticks is not None
+                if (self._time_is_up(state) and not last) or self._is_told_to_stop(state, observation):
                     break
                 self._rung(state, rung, targets, observation)
                 observation = self._look(state, nvml=self._is_driver_answering(state))
@@ -306,8 +307,8 @@ class Release:
             pins = self._deal_with_units(state, rung, record, targets)
         else:
             pins = self._signal(state, rung, record, targets)
-        begun_s = time.monotonic()
-        gauge = MemoryGauge(self.sources, self._uuids(state))
+        begun_s, since = time.monotonic(), _utc_now()
+        gauge = MemoryGauge(self.sources, self._uuids(state), lambda: self._driver_limit_s(state))
         patience = self._patience(state, rung)
         try:
             alive = self._wait(rung, pins, patience, gauge, observation, record)
@@ -318,13 +319,15 @@ class Release:
             for pin in pins:
                 pin.close()
         if rung.step in (Step.KILL, Step.CGROUP_KILL) and not patience.moving:
-            state.stuck += stuck_tasks(self.sources.procfs, [pin.ref for pin in alive])
+            state.stuck += stuck_tasks(self.sources.procfs, [pin.ref for pin in alive], since)
         self.listener.rung_done(self.report, record)
 
     def _patience(self, state: _State, rung: Rung) -> Patience:
         deadline_s = state.deadline_s
         if rung.step in (Step.TERM, Step.STOP_UNIT):  # leave time for KILL and the driver, however busy they look
             deadline_s = min(deadline_s, state.begun_s + self.options.limits.timeout_s / 2)
+        elif rung.step is Step.KILL:
+            deadline_s = max(deadline_s, time.monotonic() + LAST_KILL_S)  # whoever got TERM gets KILL, too
         return Patience(rung.grace_s, deadline_s)
 
     def _deal_with_units(
@@ -430,7 +433,7 @@ class Release:
         if not observation.nvml_asked:
             observation = self._look(state, nvml=True)
         patience = Patience(self.options.limits.drain_grace_s, state.deadline_s)
-        gauge = MemoryGauge(self.sources, self._uuids(state))
+        gauge = MemoryGauge(self.sources, self._uuids(state), lambda: self._driver_limit_s(state))
         ticks: dict[int, int] = {}
         told_s = pause_s = 0.0
         while not self._targets(observation):
@@ -445,7 +448,7 @@ class Release:
             if patience.stalled:
                 state.falling = patience.moving
                 if not patience.moving:
-                    state.stuck += stuck_tasks(self.sources.procfs, [h.ref for h in dying])
+                    state.stuck += stuck_tasks(self.sources.procfs, [h.ref for h in dying], self.report.started)
                 break
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
@@ -461,7 +464,7 @@ class Release:
         """Waits for ghost memory from before on a GPU that nobody else is on, as long as it falls: whoever held it may
         have been ended a moment before us."""
         patience = Patience(min(OLD_GHOST_GRACE_S, self.options.limits.drain_grace_s), state.deadline_s)
-        gauge = MemoryGauge(self.sources, self._uuids(state))
+        gauge = MemoryGauge(self.sources, self._uuids(state), lambda: self._driver_limit_s(state))
         lowest: int | None = None
         while self._old_ghost_mib(state, observation) and not self._targets(observation):
             self.cancel.check()
@@ -564,9 +567,7 @@ class Release:
     # --- looking and choosing ----------------------------------------------------------------------------------------
 
     def _look(self, state: _State, *, nvml: bool) -> Observation:
-        limits = self.options.limits
-        left_s = max(LAST_LOOK_S, state.deadline_s - time.monotonic())
-        observation = self.observer.look(nvml=nvml, nvml_deadline_s=min(limits.nvml_deadline_s, left_s))
+        observation = self.observer.look(nvml=nvml, nvml_deadline_s=self._driver_limit_s(state))
         self._climbing = state, observation
         self._note_new_run(state, observation)
         self._note_handovers(state, observation)
@@ -602,6 +603,13 @@ class Release:
             if was is not None and gpu.info.minor in state.minors:
                 gone = [ref.pid for ref in state.dealt if ref.pid in was.own_clients]
                 state.handovers += handovers(was, gpu, gone)
+
+    def _driver_limit_s(self, state: _State) -> float:
+        """How long one answer of the driver may take now: a part of the time as long as KILL may still be needed, then
+        what is left of it, and never less than the last look needs."""
+        left_s = state.deadline_s - time.monotonic()
+        limit_s = max(LAST_LOOK_S, left_s) if state.killed else max(0.5, left_s / 4)
+        return min(self.options.limits.nvml_deadline_s, limit_s)
 
     def _is_driver_answering(self, state: _State) -> bool:
         """False when the driver was silent when it was asked last: it is asked again at the end, not after each rung."""
@@ -843,6 +851,8 @@ RESTARTER_GRACE_S = 1.0
 """After SIGTERM to a process that starts a job again, before SIGKILL: it holds no GPU, nothing has to drain."""
 OLD_GHOST_GRACE_S = 1.0
 """Ghost memory from before that has not fallen for this long is not on its way out."""
+LAST_KILL_S = 0.5
+"""A SIGKILL that comes at the time limit gets this to take effect: an exit takes some 100 ms (FACTS)."""
 LAST_LOOK_S = 2.0
 """The driver gets at least this for an answer, also when the time is up: the verdict rests on the last look."""
 SPARE_DESCRIPTORS = 48

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hostd.errors import is_gone
 from hostd.model import ProcessRef, Stuck
 from hostd.system.procfs import Procfs
 
 
-def stuck_tasks(procfs: Procfs, refs: Iterable[ProcessRef]) -> list[Stuck]:
+def stuck_tasks(procfs: Procfs, refs: Iterable[ProcessRef], since: str = "") -> list[Stuck]:
     """For each process one task that keeps SIGKILL pending in D state, the facts the administrator needs.
+
+    `since`: when it was killed, or first seen ending (ISO 8601 UTC); it has not moved after that.
 
     A process without such a task is not listed: it is merely slow.
     """
@@ -24,5 +27,5 @@ def stuck_tasks(procfs: Procfs, refs: Iterable[ProcessRef]) -> list[Stuck]:
             raise
         worst = next((t for t in tasks if t.kill_pending and t.state == "D"), None)
         if worst is not None:
-            found.append(worst)
+            found.append(replace(worst, since=since))
     return found

@@ -21,8 +21,10 @@ QUIET_S = 0.25
 class MemoryGauge:
     """Asks the driver for used memory without ever waiting for it; a new low is progress."""
 
-    def __init__(self, sources: Sources, uuids: Sequence[str]) -> None:
+    def __init__(self, sources: Sources, uuids: Sequence[str], limit_s: Callable[[], float] | None = None) -> None:
+        """`limit_s()`: how long an answer may take; an open question delays the next one by as much."""
         self._nvml = sources.nvml
+        self._limit_s = limit_s
         self._uuids = tuple(u for u in uuids if u)
         self.used_mib: int | None = None
         self._lowest: int | None = None
@@ -33,7 +35,7 @@ class MemoryGauge:
 
     def ask(self) -> None:
         if self._uuids and self._nvml.alive and not self._nvml.pending:
-            self._nvml.send_memory_request(self._uuids)
+            self._nvml.send_memory_request(self._uuids, self._limit_s() if self._limit_s is not None else None)
 
     def take(self) -> bool:
         """Reads an answer that has come; True when memory has fallen to a new low."""

@@ -11,7 +11,7 @@ from tests.embedded.node import MISMATCH, NO_V2_MEMORY, NOT_LOADED, Container, H
 from tests.product_command import command
 
 from .conftest import ALL_NODES, ONE_GPU
-from .product import Answer, Product, dead, held_mib, lives, parsed
+from .product import Answer, Product, dead, finish, held_mib, lives, parsed, wait_for_rung
 
 Engine = Callable[..., HolderHandle]
 OTHERS = {51: 2048}
@@ -283,6 +283,21 @@ def test_a_driver_that_hangs_does_not_eat_up_a_short_time_limit(
     holder = engine(ignore_term=True)
     answer = timed(product, 129, "--timeout", "4").must_be("driver-silent")
     assert dead(holder) and answer.steps() == ["term", "kill"] and answer.json["duration_ms"] < 10_000
+
+
+@pytest.mark.parametrize("call", ["*", "nvmlDeviceGetMemoryInfo"])
+def test_a_driver_that_begins_to_hang_in_the_middle_does_not_break_the_time_limit(
+    node: Node, product: Product, engine: Engine, neighbours: list[HolderHandle], call: str
+) -> None:
+    product.configure("nvml: {deadline: 60}\n")
+    holder = engine(ignore_term=True)
+    begun = time.monotonic()
+    running = product.start(129, "--timeout", "4", "--grace", "60", "--json")
+    wait_for_rung(node)
+    node.control(hang=call)
+    done = finish(running)
+    answer = parsed(done.status, done.out, done.err).must_be("driver-silent")
+    assert dead(holder) and answer.steps() == ["term", "kill"] and time.monotonic() - begun < 15
 
 
 def test_a_driver_that_hangs_in_d_state_is_left_behind(

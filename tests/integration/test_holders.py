@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -300,6 +301,7 @@ def test_a_task_that_cannot_die_is_named_with_what_it_waits_for(
         why = answer.holder(stuck.pid)["stuck"]
         assert why["state"] == "D" and why["kill_pending"] and why["wchan"] in why["stack"] and "rwsem" in why["wchan"]
         assert str(stuck.pid) in answer.message and why["wchan"] in answer.message
+        assert answer.json["started"] <= why["since"] <= time.strftime("%Y-%m-%dT%H:%M:%S.999Z", time.gmtime())
     stuck.wait_gone()
 
 

@@ -31,6 +31,15 @@ def test_memory_that_falls_in_steps_is_waited_for(
     assert answer.json["duration_ms"] >= 2000
 
 
+def test_high_bar1_use_with_nobody_there_is_said_and_changes_nothing(
+    node: Node, product: Product, engine: Engine, neighbours: list[HolderHandle]
+) -> None:
+    node.control(bar1_used_mib={50: 5000, 51: 6000})
+    engine(open=ALL_NODES, alloc=("50:1000:compute", "51:1000:compute"))
+    message = product.release(129).must_be("released").message
+    assert "GPU 0 has 5,000 MiB of BAR1 in use" in message and "6,000" not in message, "GPU 1 has a client"
+
+
 @pytest.mark.case("reserve")
 def test_the_drivers_reserve_is_no_use_of_memory(
     node: Node, product: Product, engine: Engine, neighbours: list[HolderHandle], expected: str
