@@ -9,11 +9,11 @@ from typing import Any
 
 from hostd.engine import find_subject
 from hostd.judge import DETAIL_ONLY
-from hostd.model import BlindSpot, GpuState, Holder, NvmlSnapshot, Process
+from hostd.model import BlindSpot, DriverNumbers, GpuState, Holder, NvmlSnapshot, Process
 from hostd.observe import ContainerView, Facts, Members, Observer, Sources, join, known_gpus, read_driver
 from hostd.system.cgroupfs import owner_of
-from hostd.system.pidns import PidNamespace
 from hostd.system.pve import Pve
+from hostd.system.scan import ScanResult
 from hostd.wire import process_dict, ps_dict
 
 Json = dict[str, Any]
@@ -36,44 +36,27 @@ class Owners:
     def __init__(self, sources: Sources, blind: list[BlindSpot]) -> None:
         self._sources = sources
         self._blind = blind
-        self._namespaces: list[tuple[int, PidNamespace]] | None = None
+        self._views: list[ContainerView] | None = None
 
     def of(self, process: Process) -> int | None:
         owner = owner_of(process.cgroup)
         if owner is not None or not process.ns_pids:
             return owner
-        for vmid, namespace in self._inits():
-            if namespace.is_ancestor_or_same(process.pid):
-                return vmid
-        return None
+        return next((view.vmid for view in self._inits() if view.owns(process)), None)
 
     def close(self) -> None:
-        for _, namespace in self._namespaces or ():
-            namespace.close()
+        for view in self._views or ():
+            view.close()
 
-    def _inits(self) -> list[tuple[int, PidNamespace]]:
-        if self._namespaces is None:
-            self._namespaces = []
+    def _inits(self) -> list[ContainerView]:
+        """A view of every container, its PID namespace known; asked for only when a process is in no container's cgroup."""
+        if self._views is None:
             vmids, blind = self._sources.cgroups.containers()
             self._blind += blind
-            for vmid in vmids:
-                self._add_init(vmid)
-        return self._namespaces
-
-    def _add_init(self, vmid: int) -> None:
-        cgroup = self._sources.cgroups.open(vmid)
-        if cgroup is None or self._namespaces is None:
-            return
-        try:
-            pids, _ = cgroup.pids()
-        finally:
-            cgroup.close()
-        for pid in pids:
-            process = self._sources.procfs.read_process(pid) if pid > 1 else None
-            if process and process.ns_pids == (1,) and process.pidns not in (0, self._sources.own_pidns):
-                namespace = PidNamespace.open(process.ref)
-                if namespace is not None:
-                    self._namespaces.append((vmid, namespace))
+            self._views = [ContainerView(self._sources, vmid) for vmid in vmids]
+            for view in self._views:
+                self._blind += view.members().blind_spots
+        return self._views
 
 
 def look_at_containers(sources: Sources, vmids: Iterable[int]) -> NodeView:
@@ -104,13 +87,16 @@ def look_at_node(sources: Sources) -> NodeView:
     driver = read_driver(blind)
     if driver.present:
         sources.nvml.send_snapshot_request()
-    pids = [pid for pid in sources.procfs.pids() if pid != sources.nvml.pid]
-    scan = sources.scanner.scan(pids, frozenset(driver.by_major)) if driver.present else None
+    scan = _scan_everybody(sources, driver, blind)
     snapshot = sources.nvml.receive_snapshot() if driver.present else NvmlSnapshot(())
     members = Members()
     listed = {c.pid for g in snapshot.gpus for c in g.clients}
-    for pid in {*(scan.open if scan else ()), *listed}:
-        process = sources.procfs.read_process(pid)
+    for pid in {*scan.open, *listed}:
+        try:
+            process = sources.procfs.read_process(pid)
+        except OSError as exc:
+            blind.append(BlindSpot("procfs", f"process {pid}", exc.strerror or str(exc), "process-unreadable"))
+            continue
         if process is not None and not process.is_zombie:
             members.processes[pid] = process
     owners = Owners(sources, blind)
@@ -122,15 +108,27 @@ def look_at_node(sources: Sources) -> NodeView:
         driver,
         snapshot,
         known_gpus(tuple(g.info for g in snapshot.gpus), blind),
-        dict(scan.open) if scan else {},
-        dict(scan.cmdlines) if scan else {},
+        dict(scan.open),
+        dict(scan.cmdlines),
         members,
         {},
-        blind_spots=[*blind, *(scan.blind_spots if scan else ()), *snapshot.blind_spots],
+        blind_spots=[*blind, *scan.blind_spots, *snapshot.blind_spots],
     )
     joined = join(0, time.monotonic(), facts, set())
     holders = tuple(replace(h, vmid=vmids.get(h.process.pid)) for h in joined.holders)
     return NodeView(holders, joined.gpus, tuple(facts.blind_spots), driver.present, snapshot.driver_version)
+
+
+def _scan_everybody(sources: Sources, driver: DriverNumbers, blind: list[BlindSpot]) -> ScanResult:
+    """Who has what open on the whole node; what fails altogether is a blind spot."""
+    if not driver.present:
+        return ScanResult()
+    try:
+        pids = set(sources.procfs.pids()) - sources.helpers()
+        return sources.scanner.scan(pids, frozenset(driver.by_major))
+    except OSError as exc:
+        blind.append(BlindSpot("procfs", sources.procfs.root, exc.strerror or str(exc), "descriptors-unreadable"))
+        return ScanResult()
 
 
 def observe(sources: Sources, vmids: tuple[int, ...]) -> Json:

@@ -18,6 +18,7 @@ import pytest
 from tests.embedded.node import Node
 
 from .population import CGROUPS, HEX, INSTANT, VMIDS, Member, Outcome, Referee, World, referee_of, vmid_of
+from .product import Product
 
 CASES = int(os.environ.get("PGR_CASES", "320"))
 REAL_EVERY = 10
@@ -83,6 +84,19 @@ def test_a_selection_never_reaches_further_than_it_says(world: World, referee: R
             assert outcome.hit <= holders & {pid}, about
             expected = "usage" if pid not in world.of(vmid) else outcome.report["reason"]
             assert outcome.report["reason"] == expected, about
+
+
+def test_ps_tells_everybodys_owner(world: World) -> None:
+    """The view of the whole node agrees with the oracle on every process that holds something."""
+    product = Product(world.node)
+    for _ in range(12):
+        world.shuffle()
+        answer = product.ask("ps")
+        found = {h["pid"]: h["vmid"] for h in answer.json["holders"]}
+        claims = {pid: [v for v in VMIDS if world.owned_by(v, m)] for pid, m in world.members.items() if m.holds}
+        assert set(found) == set(claims), world.describe()
+        wrong = {pid: vmid for pid, vmid in found.items() if vmid not in (claims[pid] or [None])}
+        assert not wrong, f"{wrong}\n{world.describe()}"
 
 
 def test_a_dry_run_signals_nobody_whoever_is_where(world: World, referee: Referee) -> None:
