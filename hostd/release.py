@@ -406,7 +406,8 @@ class Release:
             )
 
         def cannot_act(alive: Sequence[Pinned]) -> bool:
-            """SIGTERM reaches no handler in a stopped process or a frozen cgroup; waiting would be for nothing."""
+            """SIGTERM reaches no handler in a stopped process or a frozen cgroup (a backup's container, a paused one
+            inside); waiting would be for nothing."""
             if observation.frozen or all(self._is_stopped(pin.ref) for pin in alive):
                 record.note = "frozen" if observation.frozen else "stopped"
                 return True
@@ -424,7 +425,9 @@ class Release:
 
     def _is_stopped(self, ref: ProcessRef) -> bool:
         process = self.sources.procfs.read_process(ref.pid)
-        return process is not None and process.ref == ref and process.state in "Tt"
+        if process is None or process.ref != ref:
+            return False
+        return process.state in "Tt" or self.sources.cgroups.is_frozen(process.cgroup)
 
     # --- proof -------------------------------------------------------------------------------------------------------
 

@@ -144,6 +144,19 @@ class Cgroupfs:
             return [], [_blind(path, exc)]
         return sorted(vmid for name in names if (vmid := vmid_of_name(name)) is not None), []
 
+    def is_frozen(self, path: str) -> bool:
+        """True when the cgroup at this path of the hierarchy is frozen now, by itself or from above (cgroup-v2, "frozen").
+
+        False when it is gone or cannot be read: then nobody knows better than to wait.
+        """
+        if not path.startswith("/") or ".." in path.split("/"):
+            return False
+        try:
+            with open(f"{self.mount}{path}/cgroup.events", "rb") as file:
+                return parse_events(file.read(4096)).get("frozen", False)
+        except OSError:
+            return False
+
     def open(self, vmid: int, kind: str = PAYLOAD) -> ContainerCgroup | None:
         """The container's cgroup of this moment; None when there is none. OSError else. `kind`: PAYLOAD or MONITOR."""
         path = f"/{kind}/{vmid}"

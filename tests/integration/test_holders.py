@@ -81,6 +81,20 @@ def test_in_a_frozen_container_kill_works_and_nothing_is_thawed(
     assert dead(holder) and lives(innocent) and held_mib(node) == OTHERS
 
 
+@pytest.mark.parametrize("below", ["ns", "ns/docker/" + "ab12" * 16])
+def test_a_part_of_the_container_that_is_frozen_is_not_waited_for(
+    node: Node, product: Product, container: Container, engine: Engine, below: str
+) -> None:
+    """LXC freezes the inner cgroup, `docker pause` the nested container's."""
+    holder = engine(term_ms=1, cgroup="docker/" + "ab12" * 16)
+    (container.payload / below / "cgroup.freeze").write_text("1")
+    wait_until(lambda: "frozen 1" in (container.payload / below / "cgroup.events").read_text(), "frozen")
+    answer = product.release(129).must_be("released")
+    assert answer.steps() == ["term", "kill"] and answer.json["rungs"][0]["waited_ms"] < 2500
+    assert "frozen 1" in (container.payload / below / "cgroup.events").read_text()
+    assert dead(holder) and held_mib(node) == OTHERS
+
+
 @pytest.mark.case("dead-leader")
 def test_a_zombie_leader_with_live_threads_is_a_holder(
     node: Node, product: Product, engine: Engine, expected: str

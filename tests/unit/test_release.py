@@ -114,6 +114,9 @@ class NoCgroups:
     def open(self, vmid: int, kind: str = "lxc") -> None:
         return None
 
+    def is_frozen(self, path: str) -> bool:
+        return False
+
 
 @dataclass
 class NoReset:
