@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hostd.model import (
     BlindSpot,
@@ -391,7 +391,10 @@ def _released(case: Case) -> Judgement:
         return judgement(case, "no-driver")
     if not case.verify_memory and (silence := driver_silence(after)):
         return judgement(case, "memory-not-verified", detail=silence[1])
-    return judgement(case, "nothing-held" if after.running or after.processes else "not-running")
+    found = judgement(case, "nothing-held" if after.running or after.processes else "not-running")
+    if case.selection != Selection() and after.holders:
+        return replace(found, message=f"nothing that was selected of container {after.vmid} holds a GPU")
+    return found
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

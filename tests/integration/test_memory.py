@@ -362,6 +362,7 @@ def test_pid_of_a_process_that_holds_nothing(product: Product, container: Contai
     holder, idle = engine(), container.spawn_holder(argv=("bash",))
     answer = product.release(129, "--pid", idle.main.ns_pid).must_be("nothing-held")
     assert lives(holder, idle) and answer.json["rungs"] == []
+    assert answer.message == "nothing that was selected of container 129 holds a GPU"
 
 
 @pytest.mark.case("kept-by-rest")
