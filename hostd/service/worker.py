@@ -257,6 +257,8 @@ def _child(
         kind, message = _answer(pipe, how, request, context)
         _write(pipe, kind, message)
         status = 0
+    except BrokenPipeError:
+        status = 1  # the daemon was killed: its successor or the caller goes on, and our own end is on its way
     except BaseException:  # noqa: BLE001 - the last line of a process: whatever it is, it goes to the journal
         traceback.print_exc()
     finally:
