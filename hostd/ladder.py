@@ -76,6 +76,8 @@ class Resume:
     """(GPU minor, baseline) before the first rung of the first attempt."""
     was_held: bool = False
     was_at: str = "the first look"
+    begun_ticks: int | None = None
+    """When the first attempt began, in clock ticks since boot: an init that is younger is of another run."""
     started: str = ""
     rungs: tuple[RungRecord, ...] = ()
 

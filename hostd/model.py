@@ -372,6 +372,10 @@ class Observation:
     processes: int = 0
     """Live processes of the container that were looked at."""
     init: ProcessRef | None = None
+    inits: frozenset[ProcessRef] = frozenset()
+    """Every candidate for the init."""
+    incarnation: int | None = None
+    """Inode of the container's cgroup directory; None when there is none."""
     running: bool = False
     """The container's cgroup is populated."""
     frozen: bool = False

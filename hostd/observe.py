@@ -67,9 +67,14 @@ class Members:
     init: Process | None = None
     inits: frozenset[ProcessRef] = frozenset()
     """Every candidate for the init: ending any of them may stop the container."""
+    incarnation: int | None = None
+    """Inode of the container's cgroup directory: a new one after a restart (kernfs never uses one twice). None: none."""
     blind_spots: list[BlindSpot] = field(default_factory=list)
     running: bool = False
     frozen: bool = False
+
+
+AMBIGUOUS = "ambiguous-init"
 
 
 class ContainerView:
@@ -90,7 +95,11 @@ class ContainerView:
         return found
 
     def refresh(self, found: Members) -> None:
-        """Adds what has come since; what has left stays in."""
+        """Adds what has come since. What has left stays in, but for inits: a dead one would stand beside its successor."""
+        for init in found.inits:
+            if self._sources.procfs.read_ref(init.pid) != init:
+                found.processes.pop(init.pid, None)
+                found.init = None
         self._add_cgroup_members(found)
         self._find_init(found)
         self._add_namespace_members(found)
@@ -109,6 +118,7 @@ class ContainerView:
                 found.running = found.frozen = False
                 return
             with cgroup:
+                found.incarnation = os.fstat(cgroup.fd).st_ino
                 pids, blind = cgroup.pids()
                 found.blind_spots += blind
                 found.running = bool(pids)
@@ -156,10 +166,12 @@ class ContainerView:
             if p.ns_pids == (1,) and p.pidns not in (0, self._sources.own_pidns) and owner_of(p.cgroup) == self.vmid
         ]
         found.inits = frozenset(p.ref for p in inits)
+        found.blind_spots = [spot for spot in found.blind_spots if spot.code != AMBIGUOUS]
         if len(inits) > 1:
+            found.init = None
             pids = ", ".join(str(p.pid) for p in inits)
             found.blind_spots.append(
-                BlindSpot("pidns", f"init of container {self.vmid}", f"several candidates: {pids}", "ambiguous-init")
+                BlindSpot("pidns", f"init of container {self.vmid}", f"several candidates: {pids}", AMBIGUOUS)
             )
             return
         if not inits:
@@ -550,6 +562,8 @@ def join(vmid: int, at_s: float, facts: Facts, own_seen: set[int]) -> Observatio
         blind_spots=tuple(facts.blind_spots),
         processes=len(facts.members.processes),
         init=init.ref if init else None,
+        inits=facts.members.inits,
+        incarnation=facts.members.incarnation,
         running=facts.members.running,
         frozen=facts.members.frozen,
         driver_present=facts.driver.present,

@@ -160,6 +160,8 @@ class Release:
             self.report.rungs += resume.rungs
         self._begun_s = time.monotonic()
         self._begun_ticks = boot_ticks_now()
+        if resume is not None and resume.begun_ticks is not None:
+            self._begun_ticks = resume.begun_ticks
         self._new_run_ticks: int | None = None
         """Start of an init that the container did not have when the release began: what is of its run is left alone."""
         self._climbing: tuple[_State, Observation] | None = None
@@ -193,6 +195,7 @@ class Release:
         state.silent = driver_silence(first) is not None
         state.asked_last = None if state.silent else first
         self._climbing = state, first
+        self._note_new_run(state, first)  # one that goes on where another was cut off may come too late
         self._check_exists(first)
         self._select(first)
         holders = self._selected(first)
@@ -586,11 +589,14 @@ class Release:
         return observation
 
     def _note_new_run(self, state: _State, observation: Observation) -> None:
-        """The container was started again: an init that is younger than this release (DESIGN 4, "Killing by cgroup
-        never hits a new incarnation"; no signal does)."""
-        init = observation.init
-        if init is not None and init != state.first.init and init.start_time >= self._begun_ticks:
-            self._new_run_ticks = init.start_time
+        """The container was started again: an init that is younger than this release, or a cgroup that is another one
+        (DESIGN 4, "Killing by cgroup never hits a new incarnation"; no signal does)."""
+        old = state.first.inits if self.resume is None else frozenset[ProcessRef]()
+        young = [i.start_time for i in observation.inits - old if i.start_time >= self._begun_ticks]
+        if not young and observation.incarnation not in (None, state.first.incarnation):
+            young = [self._begun_ticks]  # its cgroup was made anew, its init was not met
+        if young:
+            self._new_run_ticks = min([*young, *([self._new_run_ticks] if self._new_run_ticks is not None else [])])
 
     def _note_handovers(self, state: _State, observation: Observation) -> None:
         before = state.asked_last

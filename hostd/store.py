@@ -253,6 +253,7 @@ def parse_resume(record: Json) -> Resume | None:
         return Resume(
             release_id=str(record["release_id"]),
             vmid=int(record["vmid"]),
+            begun_ticks=int(record["at_ticks"]) if "at_ticks" in record else None,
             termed=frozenset(ref for step, ref in sent if step == Step.TERM.value),
             killed=frozenset(ref for step, ref in sent if step == Step.KILL.value),
             minors=frozenset(int(m) for m in record["minors"]),

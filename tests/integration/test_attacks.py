@@ -22,8 +22,9 @@ Engine = Callable[..., HolderHandle]
 # --- the container comes and goes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("attempt", range(6))
 def test_a_container_that_is_started_again_in_the_middle_is_left_alone(
-    node: Node, product: Product, container: Container, engine: Engine
+    node: Node, product: Product, container: Container, engine: Engine, attempt: int
 ) -> None:
     """`pct reboot` while we wait after TERM: the new run's job on the GPU is not ours to end."""
     old = engine(ignore_term=True)
@@ -32,14 +33,14 @@ def test_a_container_that_is_started_again_in_the_middle_is_left_alone(
     container.stop()
     old.wait_gone()
     again = node.container(129)
-    new = again.spawn_holder(open=ONE_GPU, alloc=("50:1000:compute",))
+    new = [again.spawn_holder(open=ONE_GPU, alloc=("50:1000:compute",)) for _ in range(3)]
     done = finish(running)
     answer = parsed(done.status, done.out, done.err)
-    assert lives(new) and again.init_process.alive(), answer.out
-    assert new.pid not in answer.signalled()
+    assert lives(*new) and again.init_process.alive(), answer.out
+    assert not {one.pid for one in new} & answer.signalled()
     if answer.reason != "released":  # it was done before the new job opened the GPU
         answer.must_be("container-restarted")
-        assert answer.fates()[new.pid] == "spared"
+        assert {fate for pid, fate in answer.fates().items() if pid != old.pid} == {"spared"}
 
 
 @pytest.mark.case("restarted")
@@ -145,7 +146,7 @@ def test_a_holder_that_is_moved_to_another_container_in_the_grace_is_not_killed(
     done = finish(running)
     answer = parsed(done.status, done.out, done.err)
     assert lives(moved) and answer.steps() == ["term"], answer.out
-    assert answer.fates() == {moved.pid: "survived"}
+    assert answer.fates()[moved.pid] in ("survived", "spared")  # moved after its TERM, or before
 
 
 def test_a_job_that_comes_back_after_a_moment_is_met(node: Node, product: Product, container: Container) -> None:

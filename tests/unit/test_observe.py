@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,16 @@ class Tree:
         (here / "status").write_text(f"Name:\tx\nTgid:\t{pid}\nUid:\t0\t0\t0\t0\nNSpid:\t{pid}\t7\nThreads:\t1\n")
         (here / "cgroup").write_text(f"0::{now or listed}\n")
 
+    def add_init(self, pid: int) -> None:
+        self.add(pid, "/lxc/129/ns/init.scope")
+        (self.proc / str(pid) / "ns").mkdir()
+        (self.proc / str(pid) / "ns/pid").touch()
+        status = self.proc / str(pid) / "status"
+        status.write_text(status.read_text().replace(f"NSpid:\t{pid}\t7", f"NSpid:\t{pid}\t1"))
+
+    def end(self, pid: int) -> None:
+        shutil.rmtree(self.proc / str(pid))
+
 
 def members_of(tree: Tree) -> Members:
     view = ContainerView(tree, 129)  # type: ignore[arg-type]
@@ -285,6 +296,37 @@ def test_members_are_those_whose_own_word_agrees_with_the_list(tmp_path: Path) -
     tree.add(14, "/lxc/129/ns/init.scope", state="Z")
     tree.add(15, "/lxc/1290/ns")
     assert set(members_of(tree).processes) == {11}
+
+
+def test_a_dead_init_does_not_stand_beside_its_successor(tmp_path: Path) -> None:
+    """A container that is started again in the middle of one look: the new init is the init."""
+    tree = Tree(tmp_path)
+    tree.add_init(11)
+    view = ContainerView(tree, 129)  # type: ignore[arg-type]
+    known = view.members()
+    assert known.init is not None and known.init.pid == 11
+    tree.end(11)
+    tree.add_init(12)
+    tree.add(13, "/lxc/129/ns/init.scope")
+    assert view.newcomers(known) == {12, 13}
+    assert known.init is not None and known.init.pid == 12 and {r.pid for r in known.inits} == {12}
+    assert not [spot for spot in known.blind_spots if spot.code == "ambiguous-init"]
+    tree.add_init(14)
+    view.refresh(known)
+    assert known.init is None and {r.pid for r in known.inits} == {12, 14}
+    assert [spot.code for spot in known.blind_spots if spot.source == "pidns"] == ["ambiguous-init"]
+    view.close()
+
+
+def test_a_cgroup_that_was_made_anew_is_another_incarnation(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.add(11, "/lxc/129/ns")
+    first = members_of(tree).incarnation
+    assert first is not None and members_of(tree).incarnation == first
+    (tree.cgroup / "lxc/129").rename(tree.cgroup / "gone")
+    assert members_of(tree).incarnation is None
+    tree.add(12, "/lxc/129/ns")
+    assert members_of(tree).incarnation not in (None, first)
 
 
 def test_pid_1_and_0_and_ourselves_are_never_members(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ def jobs() -> Iterator[Callable[..., Job]]:
         job.end()
 
 
+INIT = ProcessRef(3, 5)
+
+
 class View:
     vmid = 129
 
@@ -231,6 +234,31 @@ def test_an_xid_stops_the_climb(sources: Sources, jobs: Callable[..., Job], tmp_
     assert "Xid 119" in report.message
 
 
+def test_what_belongs_to_a_new_run_is_left_alone(sources: Sources, jobs: Callable[..., Job]) -> None:
+    """By its init, by one of several candidates for it, or by a cgroup that was made anew without an init met."""
+    for new_run in ("init", "candidates", "cgroup"):
+        old, later = jobs(), None
+
+        def script(call: int, old: Job = old, new_run: str = new_run) -> Observation:
+            nonlocal later
+            first = replace(holding(old), init=INIT, inits=frozenset({INIT}), incarnation=1)
+            if call == 1:
+                return first
+            later = later or jobs()
+            young = ProcessRef(7, later.process.start_time)
+            changed = {
+                "init": {"init": young, "inits": frozenset({young})},
+                "candidates": {"init": None, "inits": frozenset({INIT, young})},
+                "cgroup": {"init": None, "inits": frozenset(), "incarnation": 2},
+            }[new_run]
+            return replace(holding(old, later), **{"incarnation": 1, **changed})
+
+        report, _ = release(sources, script)
+        assert report.reason == "container-restarted", new_run
+        assert not old.alive() and later is not None and later.alive(), new_run
+        assert {h.holder.ref: h.fate.value for h in report.holders}[later.ref] == "spared"
+
+
 # --- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +360,20 @@ def test_a_release_that_was_cut_off_sends_no_second_term(sources: Sources, jobs:
         sources, lambda _: holding(deaf), limits=replace(QUICK, grace_s=0.1), effects=Recorder(), resume=resume
     )
     assert report.reason == "released" and sent == [signal.SIGKILL] and report.release_id == "f00d"
+
+
+def test_a_release_that_was_cut_off_does_not_reach_into_the_next_run(
+    sources: Sources, jobs: Callable[..., Job]
+) -> None:
+    """The daemon was killed, the container started again, then the daemon: what it left undone is not the new run's."""
+    job = jobs()
+    init = ProcessRef(7, job.process.start_time)
+    seen = replace(holding(job), init=init, inits=frozenset({init}))
+    resume = Resume("f00d", 129, was_held=True, begun_ticks=init.start_time - 5)
+    report, _ = release(sources, lambda _: seen, resume=resume)
+    assert report.reason == "container-restarted" and job.alive() and report.rungs == []
+    report, _ = release(sources, lambda _: replace(holding(job), init=init, inits=frozenset({init})))
+    assert report.reason == "released" and not job.alive(), "a new release begins with the run that there is"
 
 
 def test_who_left_by_himself_counts_as_released(sources: Sources, jobs: Callable[..., Job]) -> None:
