@@ -57,7 +57,11 @@ def build_directory() -> Path:
     for source in (HERE / "nvml/nvml.c", HERE / "tools/nodetool.c", HERE / "tools/holder.c", HERE / "build.py"):
         digest.update(source.read_bytes())
     digest.update(_ld_cache_identity())
-    return REPOSITORY / ".build" / f"embedded-{digest.hexdigest()[:16]}"
+    name = f"embedded-{digest.hexdigest()[:16]}"
+    if all(parent.stat().st_mode & 0o001 for parent in REPOSITORY.parents):
+        return REPOSITORY / ".build" / name
+    # Below /root (0700 on Debian) the users of an unprivileged container could not execute the tools.
+    return Path("/var/cache/pve-gpu-release-tests") / name
 
 
 def _ld_cache_identity() -> bytes:
@@ -70,7 +74,7 @@ def _ld_cache_identity() -> bytes:
 
 
 def _build_once(directory: Path) -> None:
-    directory.parent.mkdir(exist_ok=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     with open(directory.parent / "embedded.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.is_dir():

@@ -291,18 +291,26 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # One thread write-faults a mapping of the frozen file; it holds only that mapping's lock (Linux >= 6.4). A second one
 # takes that mapping away: it holds the whole map's lock and waits, so that every reader of the map waits, too.
 STUCK = (
-    "import mmap, threading\n"
-    "def state(tid): return open('/proc/self/task/%d/stat' % tid).read().rsplit(')')[1].split()[0]\n"
+    "import mmap, threading, time\n"
     "file = os.open(sys.argv[2], os.O_RDWR); page = mmap.mmap(file, 4096)\n"
-    "tids = []\n"
     "import ctypes; libc = ctypes.CDLL(None)\n"
     "address = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
-    "def fault(): tids.append(threading.get_native_id()); libc.memset(ctypes.c_void_p(address), 1, 1)\n"
-    "def change(): tids.append(threading.get_native_id()); libc.munmap(ctypes.c_void_p(address), 4096)\n"
-    "for target in (fault, change):\n"
-    "    n = len(tids); threading.Thread(target=target, daemon=True).start()\n"
-    "    while len(tids) == n or state(tids[n]) != 'D': pass\n"
+    "def fault(): libc.memset(ctypes.c_void_p(address), 1, 1)\n"
+    # The main thread must be at rest by then: it too would wait for the map at its next page fault.
+    "def change(): time.sleep(0.3); libc.munmap(ctypes.c_void_p(address), 4096)\n"
+    "for target in (fault, change): threading.Thread(target=target, daemon=True).start()\n"
 )
+
+
+def wait_for_tasks_in_d_state(pid: int, count: int) -> None:
+    """Seen from outside: a process that looks at itself may get stuck in its own memory map."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        stats = [Path(entry, "stat").read_bytes() for entry in Path(f"/proc/{pid}/task").iterdir()]
+        if sum(stat.rpartition(b") ")[2][:1] == b"D" for stat in stats) >= count:
+            return
+        time.sleep(0.005)
+    pytest.fail(f"process {pid} does not get stuck")
 
 
 @contextmanager
@@ -310,6 +318,7 @@ def stuck(frozen: Path, prelude: str, node: str) -> Iterator[int]:
     """A process whose memory map is stuck; thaws at the end so that it can go."""
     with running(prelude + STUCK, node, str(frozen / "page")) as pid:
         try:
+            wait_for_tasks_in_d_state(pid, 2)
             yield pid
         finally:
             subprocess.run(["fsfreeze", "-u", frozen], check=True)
@@ -350,6 +359,8 @@ def test_more_stuck_processes_than_the_budget_allows_cost_the_budget(frozen: Pat
     with ExitStack() as stack:
         pids = [stack.enter_context(running(STUCK, node, str(frozen / "page"))) for _ in range(6)]
         try:
+            for pid in pids:
+                wait_for_tasks_in_d_state(pid, 2)
             with Scanner(deadline_s=0.4, budget_s=1.0) as scanner:
                 started = time.monotonic()
                 result = scanner.scan(pids, VCS)
