@@ -41,11 +41,10 @@ def engine(container: Container) -> Callable[..., HolderHandle]:  # noqa: F811
 
 @pytest.fixture
 def neighbours(node: Node) -> Iterator[list[HolderHandle]]:  # noqa: F811
-    """Others on the same nodes: containers 12, 130 and 1290 and the host. Memory on GPU 1 only, so that GPU 0 is
+    """Others on the same nodes: containers 130 and 1290 and the host. Memory on GPU 1 only, so that GPU 0 is
     129's alone by the driver's lists. Whatever a test does, they must live on."""
     found = [
         node.container(130).spawn_holder(argv=("train",), open=ALL_NODES, alloc=("51:2048:compute",), children=1),
-        node.container(12).spawn_holder(argv=("idle",), open=ONE_GPU),
         node.container(1290).spawn_holder(argv=("idle",), open=ALL_NODES),
         node.spawn_holder(argv=("nvtop",), comm="nvtop", open=("/dev/nvidia0", "/dev/nvidiactl")),
     ]

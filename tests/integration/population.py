@@ -80,22 +80,24 @@ class World:
         self._settle("host", node)
         for vmid in VMIDS:
             container = node.container(vmid, nodes=chance.choice(["mknod", "bind"]))
-            self._settle(str(vmid), container)
+            self._settle(str(vmid), container, few=vmid not in (129, 130))
             if vmid in (129, 130):
-                self._settle(f"{vmid}/nested", container.nested(f"docker/{HEX}", ["nvidia0", "nvidia1", "nvidiactl"]))
+                nested = container.nested(f"docker/{HEX}", ["nvidia0", "nvidia1", "nvidiactl"])
+                self._settle(f"{vmid}/nested", nested, few=True)
 
-    def _settle(self, space: str, scope: Scope) -> None:
+    def _settle(self, space: str, scope: Scope, *, few: bool = False) -> None:
         if isinstance(scope, Container):
             cgroup = scope.init_process.cgroup()
             self.inits[space] = Member(scope.init_process, space, False, cgroup)
         nodes = ("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl")
-        for options, holds in (
-            ({"open": nodes, "children": 2, "child_setsid": True, "alloc": ("50:100:compute",)}, True),
+        every: list[tuple[Json, bool]] = [
+            ({"open": nodes, "children": 1, "child_setsid": True, "alloc": ("50:100:compute",)}, True),
+            ({"argv": ("bash",)}, False),
             ({"open": ("/dev/nvidiactl",)}, True),
             ({"open": nodes[:1], "mode": "dead-leader"}, True),
             ({"open": nodes[:1], "mode": "private-table", "threads": 1}, True),
-            ({"children": 1, "argv": ("bash",)}, False),
-        ):
+        ]
+        for options, holds in every[: 2 if few else None]:
             family = Family(scope, space, options, holds)
             self._families.append(family)
             self.start(family)

@@ -15,7 +15,7 @@ from tests.embedded.scope import Running
 from tests.verdict_cases import CASES
 
 QUICK = """\
-ladder: {grace: 5, kill_grace: 1, drain_grace: 1, timeout: 30, read_deadline: 0.5}
+ladder: {grace: 5, kill_grace: 0.8, drain_grace: 0.6, timeout: 30, read_deadline: 0.3}
 nvml: {deadline: 5}
 """
 """Limits for tests: long enough for a busy machine where something comes, short where nothing will."""

@@ -35,7 +35,7 @@ def test_a_holder_whose_command_line_and_maps_block_costs_one_deadline(
         assert set(answer.fates()) == {stuck.pid, other.pid}
         found = answer.holder(stuck.pid)
         assert found["cmdline"] == "" and found["evidence"] == ["fd", "nvml"] and found["comm"]
-        answer = timed(product, 129, within_s=30).must_be("unkillable")
+        answer = timed(product, 129, "--grace", "0.5", within_s=30).must_be("unkillable")
         assert answer.fates() == {stuck.pid: "unkillable", other.pid: "exited"}
     stuck.wait_gone()
 
@@ -58,7 +58,7 @@ def test_who_shows_no_descriptor_and_cannot_be_read_may_hide_a_mapping(
 
 def test_many_that_block_are_bounded_too(product: Product, container: Container, engine: Engine) -> None:
     with container.frozen_fs() as frozen:
-        many = [container.spawn_holder(argv=("job",), fault=frozen.path(f"page{n}")) for n in range(12)]
+        many = [container.spawn_holder(argv=("job",), fault=frozen.path(f"page{n}")) for n in range(6)]
         frozen.freeze()
         for stuck in many:
             stuck.trigger()

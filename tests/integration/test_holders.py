@@ -310,7 +310,7 @@ def test_a_task_that_cannot_die_is_named_with_what_it_waits_for(
         frozen.freeze()
         stuck.trigger()
         stuck.main.wait_stuck()
-        answer = product.release(129).must_be(expected)
+        answer = product.release(129, "--grace", "0.5").must_be(expected)
         assert answer.fates() == {stuck.pid: "unkillable", other.pid: "exited"}
         why = answer.holder(stuck.pid)["stuck"]
         assert why["state"] == "D" and why["kill_pending"] and why["wchan"] in why["stack"] and "rwsem" in why["wchan"]
@@ -376,7 +376,7 @@ def test_a_process_that_lets_go_of_the_gpu_and_lives_has_not_exited(
     )
     running = container.popen([sys.executable, "-I", "-c", script])
     assert running.popen.stdout is not None and running.popen.stdout.readline() == "ready\n"
-    answer = product.release(129).must_be("released")
+    answer = product.release(129, "--grace", "1").must_be("released")
     assert answer.steps() == ["term"], "it had let go: a KILL would hit somebody who holds nothing"
     assert running.process.alive() and answer.fates() == {running.pid: "survived"}
 

@@ -49,7 +49,7 @@ def test_ctrl_c_on_a_terminal(node: Node, product: Product, engine: Engine) -> N
 def test_ctrl_c_while_the_driver_is_waited_for_ends_in_bounded_time(
     node: Node, product: Product, engine: Engine
 ) -> None:
-    product.configure("nvml: {deadline: 4}\n")
+    product.configure("nvml: {deadline: 2}\n")
     node.control(hang="nvmlInit")
     holder = engine()
     running = product.start(129, "--json")

@@ -172,7 +172,7 @@ def test_memory_that_still_falls_at_the_time_limit(
     node.control(fall_mib_per_ms=0.5, fall_step_mib=600)
     product.configure("ladder: {drain_grace: 5}\n")
     holder = engine()
-    answer = product.release(129, "--timeout", "4").must_be(expected)
+    answer = product.release(129, "--timeout", "2.5").must_be(expected)
     assert dead(holder) and answer.gpu(50)["ghost_mib"] > 1000 and answer.fates() == {holder.pid: "exited"}
 
 
@@ -242,11 +242,12 @@ def test_memory_that_another_container_allocates_meanwhile_is_not_ours(
     node: Node, product: Product, engine: Engine
 ) -> None:
     """A new job of 130 of exactly our job's size, started while ours is in its grace: neither ghost nor taken over."""
-    ours = engine(term_ms=800)
+    ours = engine(ignore_term=True)
     other = node.container(130)
-    running = product.start(129, "--json")
+    running = product.start(129, "--grace", "60", "--json")
     wait_for_rung(node)
     new = other.spawn_holder(open=ONE_GPU, alloc=("50:42759:compute",))
+    ours.kill()
     done = finish(running)
     answer = parsed(done.status, done.out, done.err).must_be("released")
     assert dead(ours) and lives(new) and answer.gpu(50)["used_mib_after"] == 42759
@@ -255,11 +256,13 @@ def test_memory_that_another_container_allocates_meanwhile_is_not_ours(
 def test_a_client_of_another_container_that_leaves_meanwhile_changes_nothing(
     node: Node, product: Product, engine: Engine
 ) -> None:
-    ours = engine(term_ms=800)
+    ours = engine(ignore_term=True)
     other = node.container(130).spawn_holder(open=ONE_GPU, alloc=("50:42759:compute",))
-    running = product.start(129, "--json")
+    running = product.start(129, "--grace", "60", "--json")
     wait_for_rung(node)
     other.kill()
+    other.wait_gone()
+    ours.kill()
     done = finish(running)
     answer = parsed(done.status, done.out, done.err).must_be("released")
     assert dead(ours) and answer.gpu(50)["used_mib_after"] == 0

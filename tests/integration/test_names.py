@@ -7,8 +7,6 @@ import os
 import re
 from collections.abc import Callable
 
-import pytest
-
 from tests.embedded.node import Container, HolderHandle, Node
 
 from .conftest import ONE_GPU
@@ -48,21 +46,20 @@ def raw_controls(text: str) -> list[str]:
     return [c for c in rest if not c.isprintable()]
 
 
-@pytest.mark.parametrize("comm", COMMS, ids=ascii)
-def test_text_has_no_raw_control_character_and_json_parses(
-    node: Node, product: Product, engine: Engine, comm: str
-) -> None:
-    holder = engine(comm=comm, argv=ARGV, ignore_term=True)
-    for words in (["ps"], ["129", "-n", "-v"], ["map", "129", holder.main.ns_pid]):
+def test_text_has_no_raw_control_character_and_json_parses(node: Node, product: Product, engine: Engine) -> None:
+    holders = [engine(comm=comm, argv=ARGV, ignore_term=True) for comm in COMMS]
+    first = holders[0].main.ns_pid
+    for words in (["ps"], ["ps", "129"], ["ps", "-v"], ["verify", "129"], ["129", "-n", "-v"], ["map", "129", first]):
         answer = product.run(*words)
         assert raw_controls(answer.out + answer.err) == [], words
-    for words in (["ps", "129"], ["map", "129", holder.main.ns_pid]):
         out = product.run(*words, "--json").out
-        assert out.isascii() and json.loads(out)["schema"] == 1
-    found = product.release(129, "-n").must_be("holders-present").holder(holder.pid)
-    assert found["state"] == "S" and found["ns_pids"] == [holder.main.ns_pid]
+        assert out.isascii() and json.loads(out)["schema"] == 1, words
+    answer = product.release(129, "-n").must_be("holders-present")
+    for holder, comm in zip(holders, COMMS, strict=True):
+        found = answer.holder(holder.pid)
+        assert found["state"] == "S" and found["ns_pids"] == [holder.main.ns_pid], ascii(comm)
     answer = product.run("129", "--grace", "0.2", "-v")
-    assert raw_controls(answer.out + answer.err) == [] and answer.status == 0 and dead(holder)
+    assert raw_controls(answer.out + answer.err) == [] and answer.status == 0 and dead(*holders)
 
 
 def test_a_name_that_looks_like_a_verdict_does_not_make_a_line(product: Product, engine: Engine) -> None:
