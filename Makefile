@@ -41,6 +41,10 @@ e2e-smoke: setup
 bench: setup
 	@$(PY) -m tests.bench
 
+## make bench-package   start-up of the installed package in nodes of Debian 12 and 13 (needs root)
+bench-package: setup
+	@$(PY) -m tests.bench_package
+
 ## make deb         the Debian package, built in clean trees of Debian 12 and 13, into build/deb/ (needs root)
 deb:
 	packaging/build-deb --lintian

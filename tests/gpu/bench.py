@@ -182,7 +182,7 @@ def cases(machine: Machine) -> dict[str, Case]:
         "64 MiB": Case("64 MiB", plain(gpu, 64), 3),
         "8 GiB": Case(f"{eight} MiB", plain(gpu, eight), 3),
         "80 GB": Case(f"{big} MiB", plain(gpu, big), 2),
-        "8 GiB pinned": Case("8 GiB pinned, 64 MiB", plain(gpu, 64, 8 << 10), 1),
+        "8 GiB pinned": Case("8 GiB pinned, 64 MiB", plain(gpu, 64, 8 << 10), 2),
         "8 holders": Case(f"8 holders of {each} MiB on {len(machine.gpus)} GPU(s)", several(8, each), 2),
     }
 

@@ -1,4 +1,7 @@
-"""Runs the product as a user would, from the working tree: `python3 -m hostd.cli ...`. None of it is imported here."""
+"""Runs the product as a user would, from the working tree, started as the installed script is (`python3 -I`).
+
+None of it is imported here.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ import re
 import select
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..product_command import command
 from .driver import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = (sys.executable, "-m", "hostd.cli")
+PROGRAM = tuple(command())
 VERDICTS = {0: "released", 3: "held", 4: "unknown", 5: "held", 6: "held"}
 KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
