@@ -138,7 +138,7 @@ TITLES: dict[str, tuple[str, ...]] = {
         *("case", "runs", "bare exit ms", "bare free ms", "KILL to verdict ms", "ratio", "1.10 x bare + 5"),
         "process --now ms",
     ),
-    "seed recipe": ("what", "ms", "times slower than pve-gpu-release 129 --now"),
+    "seed recipe": ("what", "ms", "the recipe takes so many times longer"),
     "wait": ("what", "free at ms", "returned at ms", "late ms"),
 }
 

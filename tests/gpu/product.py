@@ -11,18 +11,21 @@ import pty
 import re
 import select
 import shlex
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..product_command import command
 from .driver import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = tuple(command())
+SOCKET = "/run/pve-gpu-release/io.pve.GpuRelease"
 VERDICTS = {0: "released", 3: "held", 4: "unknown", 5: "held", 6: "held"}
 KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
@@ -131,6 +134,40 @@ def run(*argv: str, timeout_s: float = 180.0) -> Run:
         except json.JSONDecodeError:
             done.report = {}
     return done
+
+
+@contextmanager
+def daemon(directory: Path) -> Iterator[None]:
+    """The daemon, as it runs without systemd, until the block ends. Raises AssertionError when it does not listen."""
+    with (directory / "daemon.log").open("w+") as log:
+        child = subprocess.Popen(
+            command("hostd.daemon"), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait_for_socket(child, log)
+            yield
+        finally:
+            child.terminate()
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _wait_for_socket(child: subprocess.Popen[bytes], log: IO[str]) -> None:
+    until = time.monotonic() + 20
+    while True:
+        with socket.socket(socket.AF_UNIX) as tried:
+            try:
+                tried.connect(SOCKET)
+                return
+            except OSError as exc:
+                why = exc
+        if child.poll() is not None or time.monotonic() > until:
+            log.seek(0)
+            raise AssertionError(f"the daemon does not listen: {why}, status {child.returncode}\n{log.read()}")
+        time.sleep(0.01)
 
 
 @dataclass
