@@ -185,9 +185,9 @@ def cases(machine: Machine) -> dict[str, Case]:
     big = machine.at_most_mib(gpu, MIB_80_GB)
     each = machine.at_most_mib(gpu, 64 << 10) // 8
     return {
-        "64 MiB": Case("64 MiB", plain(gpu, 64), 3),
+        "64 MiB": Case("64 MiB", plain(gpu, 64), 6),
         "8 GiB": Case(f"{eight} MiB", plain(gpu, eight), 3),
-        "80 GB": Case(f"{big} MiB", plain(gpu, big), 2),
+        "80 GB": Case(f"{big} MiB", plain(gpu, big), 4),
         "8 GiB pinned": Case("8 GiB pinned, 64 MiB", plain(gpu, 64, 8 << 10), 2),
         "8 holders": Case(f"8 holders of {each} MiB on {len(machine.gpus)} GPU(s)", several(8, each), 2),
     }
