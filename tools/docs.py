@@ -61,7 +61,7 @@ def doctor() -> str:
     return f"""\
 # doctor
 
-Made from `hostd/doctor/kinds.py` and `hostd/doctor/runner.py` by `python tools/docs.py`; do not edit.
+Made from `hostd/doctor/kinds/` and `hostd/doctor/runner.py` by `python tools/docs.py`; do not edit.
 
 `pve-gpu-release doctor [--json] [-v] [-q]` looks for what on this node would break the promise. It changes nothing. Run
 it as root on the host itself.
