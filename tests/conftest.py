@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -19,8 +20,22 @@ OURS = ("pve-gpu-node-", "pgr-")
 """What cgroups of tests are called (tests/embedded, tests/gpu, tests/node)."""
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """The limit per test of pyproject.toml is pytest-timeout's; the GPU tests also run where that is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "limit per test in seconds, where pytest-timeout is installed")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary_root()
     config.addinivalue_line("markers", "case(key): proves this situation of tests/verdict_cases.py")
+
+
+def temporary_root() -> str:
+    """Where device nodes can be opened and programs run: Debian 13 mounts /tmp with nodev, others with noexec too."""
+    usual = tempfile.gettempdir()
+    forbidden = os.ST_NODEV | os.ST_NOEXEC
+    return next((path for path in (usual, "/var/tmp") if not os.statvfs(path).f_flag & forbidden), usual)
 
 
 def leftovers(temporary: Path) -> dict[str, list[str]]:

@@ -102,6 +102,7 @@ def _keep() -> None:
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=True)
     for path in ("/run/systemd/journal", "/run/log/journal"):
         os.makedirs(path)
+    _take_machine_id()
     journald: subprocess.Popen[bytes] | None = None
     deaf: socket.socket | None = None
     print("ok", flush=True)
@@ -124,6 +125,20 @@ def _keep() -> None:
                 deaf.close()
                 os.unlink(SOCKET)
         print("ok", flush=True)
+
+
+def _take_machine_id() -> None:
+    """One of our own: journald does not start without, and an image's is empty or missing until its first boot."""
+    given = Path("/run/machine-id")
+    given.write_text(f"{os.urandom(16).hex()}\n")
+    if os.path.exists("/etc/machine-id"):
+        subprocess.run(["mount", "--bind", given, "/etc/machine-id"], check=True)
+        return
+    for path in ("/run/etc/upper", "/run/etc/work"):
+        os.makedirs(path)
+    layers = "lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/work"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, "/etc"], check=True)
+    shutil.copyfile(given, "/etc/machine-id")
 
 
 def _await_listener() -> None:

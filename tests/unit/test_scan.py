@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import stat
 import struct
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.root
 VCS = frozenset({7})
 NODE = DeviceId(7, 50)
 """/dev/vcs50: opens without effect and nobody else has it open."""
+DEADLINE_S = 20.0
 MEM = frozenset({1})
 ZERO = DeviceId(1, 5)
 OF_ZERO = OpenNodes(by_map=frozenset({ZERO}))
@@ -47,7 +49,10 @@ def running(code: str, *arguments: str) -> Iterator[int]:
     ) as child:
         assert child.stdout is not None and child.stderr is not None
         try:
-            assert child.stdout.readline() == b"ready\n", child.stderr.read()
+            said, _, _ = select.select([child.stdout], [], [], DEADLINE_S)
+            if not said or child.stdout.readline() != b"ready\n":
+                child.kill()
+                pytest.fail(child.stderr.read().decode() or f"no word from the child within {DEADLINE_S:g} s")
             yield child.pid
         finally:
             child.kill()
@@ -104,7 +109,7 @@ UNSHARED_THREAD = (
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
