@@ -9,6 +9,16 @@ if [[ ${1:-} == --node ]]; then
 else
   packages=(gcc libc6-dev pkg-config libsystemd-dev python3-venv python3-dev psmisc lsof util-linux e2fsprogs procps kmod)
 fi
+
+quietly() { # COMMAND...: what it says is shown only when it fails
+  local log status=0
+  log=$(mktemp)
+  "$@" >"$log" 2>&1 </dev/null || status=$?
+  [[ $status == 0 ]] || { cat "$log"; echo "setup: failed with exit status $status: $*"; } >&2
+  rm -f "$log"
+  return "$status"
+}
+
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
@@ -20,14 +30,15 @@ if ((${#missing[@]})); then
   fi
   echo "setup: installing ${missing[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  apt-get update -qq
-  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  quietly apt-get update
+  quietly apt-get install -y --no-install-recommends "${missing[@]}"
 fi
 
 [[ ${1:-} != --node ]] || exit 0
 
 python=${PYTHON:-python3}
-[[ -x .venv/bin/python ]] || "$python" -m venv .venv
+echo "setup: Python packages of pyproject.toml into .venv"
+[[ -x .venv/bin/python ]] || quietly "$python" -m venv .venv
 # systemd-python is built from source against libsystemd; everything else comes as wheels.
-.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[dev,systemd]'
+quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 -e '.[dev,systemd]'
 touch .venv/.ready
