@@ -15,8 +15,8 @@ from hostd.events import Fanout, Listener, Silent
 from hostd.ladder import Options, Resume
 from hostd.lock import RUN_DIR, ReleaseLock, acquire, ensure_run_dir, is_held
 from hostd.model import BlindSpot
-from hostd.observe import Sources
 from hostd.release import Release, Subject
+from hostd.sources import Sources
 from hostd.store import Recorder, Store, parse_resume
 from hostd.system.journal import Journal
 from hostd.system.pve import Pve

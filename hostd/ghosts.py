@@ -12,8 +12,8 @@ from typing import Any
 from hostd.judge import driver_silence, excess_mib, gpu_text
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import GpuState, Observation
-from hostd.observe import Sources, read_driver
 from hostd.resetplan import RECOVERY
+from hostd.sources import Sources, read_driver
 from hostd.system.cgroupfs import owner_of
 from hostd.system.kmsg import Xid
 

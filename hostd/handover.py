@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hostd.judge import DETAIL_ONLY, gpu_text
 from hostd.model import BlindSpot, DeviceId, GpuInfo, Holder
 from hostd.nodeview import look_at_node
-from hostd.observe import Sources, read_driver
 from hostd.resetplan import vfio_pci
 from hostd.selection import resolve_gpu
+from hostd.sources import Sources, read_driver
 from hostd.system.devices import canonical_pci
 
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hostd.engine import find_subject
+from hostd.facts import Facts
+from hostd.join import join
 from hostd.judge import DETAIL_ONLY
+from hostd.membership import ContainerView, Members
 from hostd.model import BlindSpot, DriverNumbers, GpuState, Holder, NvmlSnapshot, Process
-from hostd.observe import ContainerView, Facts, Members, Observer, Sources, join, known_gpus, read_driver
+from hostd.observe import Observer
+from hostd.sources import Sources, known_gpus, read_driver
 from hostd.system.cgroupfs import owner_of
 from hostd.system.pve import Pve
 from hostd.system.scan import ScanResult

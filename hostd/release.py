@@ -45,9 +45,10 @@ from hostd.model import (
     Stuck,
     Verdict,
 )
-from hostd.observe import Observer, Sources, read_driver
+from hostd.observe import Observer
 from hostd.resetplan import REBOOT
 from hostd.selection import resolve_gpu, resolve_pid
+from hostd.sources import Sources, read_driver
 from hostd.stopunit import Lineage, Stopped, UnitStopper
 from hostd.system.kmsg import PATH as KMSG
 from hostd.system.kmsg import Xid

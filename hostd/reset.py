@@ -22,8 +22,8 @@ from typing import Any
 from hostd.errors import RefusedError
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import Holder
-from hostd.observe import Sources, read_driver
 from hostd.resetplan import REBOOT, RECOVERY, Radius, radius_of, vfio_pci
+from hostd.sources import Sources, read_driver
 from hostd.system.nvml import Nvml
 from hostd.verdicts import say
 
@@ -336,7 +336,7 @@ def _by_unit(journal: Journal, unit: str, request: Json, tell: Callable[[str], N
 
 def perform_request(release_id: str, run_dir: str = RUN_DIR) -> int:
     """What the oneshot unit runs: reads the request, looks again by itself, resets, writes the outcome."""
-    from hostd.observe import open_sources
+    from hostd.sources import open_sources
 
     journal = Journal(run_dir)
     request = journal.read(release_id)

@@ -10,7 +10,7 @@ from hostd.judge import DETAIL_ONLY
 from hostd.lifecycle.records import refused_starts, slow_stops
 from hostd.lock import RUN_DIR
 from hostd.nodeview import NodeView, look_at_node
-from hostd.observe import open_sources
+from hostd.sources import open_sources
 from hostd.store import Store, was_at
 from hostd.system.nvml import Wedged, read_wedged
 from hostd.wire import SCHEMA, ps_dict

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from hostd import syscalls
 from hostd.errors import is_gone
+from hostd.membership import ContainerView, Members
 from hostd.model import Holder, Process, ProcessRef, Supervisor
-from hostd.observe import ContainerView, Members, Sources
+from hostd.sources import Sources
 from hostd.supervisor import user_of
 
 TYPE_CHECKING = False

@@ -17,7 +17,8 @@ from hostd import audit
 from hostd.lifecycle.clearing import Taken, members
 from hostd.lifecycle.records import Records, Snapshot, Watched, boot_s
 from hostd.model import Fate, Holder, HolderReport, Process, Stuck
-from hostd.observe import Observer, Sources
+from hostd.observe import Observer
+from hostd.sources import Sources
 from hostd.system.pidfd import Pinned
 from hostd.triage import stuck_tasks
 

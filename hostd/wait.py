@@ -17,8 +17,9 @@ from typing import Any
 from hostd.cancel import Cancel
 from hostd.judge import Case, Judgement, Selection, holders_text, judge
 from hostd.model import GpuInfo, Holder, NvmlGpu, NvmlSnapshot, ProcessRef, Verdict
-from hostd.observe import Observer, Sources
+from hostd.observe import Observer
 from hostd.selection import resolve_gpu
+from hostd.sources import Sources
 from hostd.system import devices
 from hostd.verdicts import REASONS, say
 from hostd.wire import SCHEMA, clean

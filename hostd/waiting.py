@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hostd.cancel import Cancel
-from hostd.observe import Sources
+from hostd.sources import Sources
 from hostd.system.pidfd import Pinned
 
 TICK_S = 0.1

@@ -23,7 +23,8 @@ WARM = """
 import json, sys, time
 sys.path.insert(0, {root!r})
 from hostd.nodeview import look_at_node
-from hostd.observe import Observer, open_sources
+from hostd.observe import Observer
+from hostd.sources import open_sources
 
 def best(run, times):
     found = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hostd.errors import is_gone
 from hostd.model import BlindSpot, Process, ProcessRef, Stuck
-from hostd.observe import Sources
+from hostd.sources import Sources
 from hostd.system.cgroupfs import MONITOR, PAYLOAD, ContainerCgroup
 from hostd.system.pidfd import Pinned
 from hostd.system.procfs import Procfs

@@ -15,7 +15,7 @@ from hostd.errors import PgrError
 from hostd.lifecycle.event import Event, Phase, parse_context
 from hostd.lifecycle.phases import PRE_STOP_S, Around, Lifecycle, guarded
 from hostd.nodes import make_nodes
-from hostd.observe import open_sources
+from hostd.sources import open_sources
 from hostd.system.journal import Journal
 
 Json = dict[str, Any]

@@ -34,8 +34,9 @@ from hostd.lifecycle.side import Plan, SideRelease
 from hostd.lock import RUN_DIR, ReleaseLock, acquire, try_lock
 from hostd.model import HolderReport, Observation, Report
 from hostd.nodes import MadeNodes, missing_paths
-from hostd.observe import Observer, Sources
+from hostd.observe import Observer
 from hostd.release import Subject
+from hostd.sources import Sources
 from hostd.store import Recorder, Store, parse_resume
 from hostd.system.journal import Journal
 from hostd.system.pve import ContainerConfig, Pve

@@ -17,8 +17,8 @@ from hostd.ladder import Options, Resume
 from hostd.lifecycle.clearing import SETTLE_S, Cleared, Taken, clear, container_runs
 from hostd.lifecycle.records import Snapshot, pairs
 from hostd.model import Holder, Observation, Process, ProcessRef, RungRecord, Step
-from hostd.observe import Sources, read_driver
 from hostd.release import Release, Subject, _State, boot_ticks_now
+from hostd.sources import Sources, read_driver
 from hostd.system.cgroupfs import ContainerCgroup, owner_of
 from hostd.system.pidfd import Pinned, wait_any
 

@@ -10,17 +10,10 @@ from typing import Any
 
 import pytest
 
+from hostd.facts import Facts, can_hold_memory, gpu_minors_of
+from hostd.join import join, printable_cmdline, user_name
+from hostd.membership import ContainerView, Members
 from hostd.model import DeviceId, Evidence, Heir, Observation, OpenNodes, Process
-from hostd.observe import (
-    ContainerView,
-    Facts,
-    Members,
-    can_hold_memory,
-    gpu_minors_of,
-    join,
-    printable_cmdline,
-    user_name,
-)
 from hostd.system.mounts import parse_mount_id, parse_mount_ids
 
 from .makers import CTL, DRIVER, INFOS, UVM, nodes, nvml, process, snapshot

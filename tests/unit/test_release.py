@@ -19,8 +19,8 @@ from hostd.errors import UnreadableError
 from hostd.events import Silent
 from hostd.ladder import Limits, Options, Resume, rungs_for
 from hostd.model import Evidence, Holder, Observation, Process, ProcessRef, Report, RungRecord, Step
-from hostd.observe import Sources
 from hostd.release import Effects, Release, Subject, boot_ticks_now, spare_descriptors
+from hostd.sources import Sources
 from hostd.system.nvml import Nvml
 from hostd.system.pidfd import Pinned
 from hostd.system.procfs import Procfs
