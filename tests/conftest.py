@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -23,11 +24,14 @@ OURS = ("pve-gpu-node-", "pgr-")
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """The limit per test of pyproject.toml is pytest-timeout's; the GPU tests also run where that is not installed."""
     if not pluginmanager.hasplugin("timeout"):
-        parser.addini("timeout", "limit per test in seconds, where pytest-timeout is installed")
+        parser.addini("timeout", "limit per test in seconds")
+        parser.addini("timeout_method", "how it is kept")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = temporary_root()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: children that get it would not notice
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "case(key): proves this situation of tests/verdict_cases.py")
 
 
@@ -44,8 +48,7 @@ def leftovers(temporary: Path) -> dict[str, list[str]]:
     Others mount and unmount on this machine too: only what lies in `temporary` or names this process is counted.
     """
     mounts = [line.split(" - ")[0].split()[4] for line in _read("/proc/self/mountinfo").splitlines()]
-    tasks = list(Path("/proc/self/task").iterdir())
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    children = [pid for task in os.listdir("/proc/self/task") for pid in _read(f"/proc/self/task/{task}/children").split()]
     return {
         "child processes": sorted(map(_describe, children)),
         "cgroups": sorted(_cgroups()),

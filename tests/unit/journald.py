@@ -84,6 +84,11 @@ class PrivateJournald:
         found = self.run("journalctl", "-q", "-a", "-o", "json", *matches).stdout
         return [json.loads(line) for line in found.splitlines()]
 
+    def wait_for_entry(self, *matches: str) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not self.entries(*matches):
+            assert time.monotonic() < until, f"no entry with {matches}"
+
     def processes(self) -> list[int]:
         """Pids inside the namespace but the keeper and journald itself."""
         listed = [line.split() for line in self.run("ps", "-e", "-o", "pid=,stat=,comm=").stdout.splitlines()]
