@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import Any
 
 from hostd.errors import InterruptedRelease
 
@@ -19,6 +20,7 @@ class Cancel:
         self.requested = False
         self.handed_over = False
         """Not by whoever asked for the work: somebody else goes on with it (the daemon is being stopped)."""
+        self._previous: dict[int, Any] = {}
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def fileno(self) -> int:
@@ -39,12 +41,15 @@ class Cancel:
     def install(self, *signals: int) -> None:
         """Makes these signals request the cancellation (main thread only)."""
         for number in signals:
-            signal.signal(number, self.request)
+            previous = signal.signal(number, self.request)
+            self._previous.setdefault(number, signal.SIG_DFL if previous is None else previous)
 
     def check(self) -> None:
         if self.requested:
             raise InterruptedRelease("interrupted")
 
     def close(self) -> None:
+        for number, previous in self._previous.items():  # a late Ctrl-C must not find descriptors that are others' now
+            signal.signal(number, previous)
         os.close(self._read)
         os.close(self._write)
