@@ -7,6 +7,10 @@ from collections.abc import Callable
 from hostd.errors import UsageError
 from hostd.model import GpuInfo, Observation, Process, ProcessRef
 from hostd.system.devices import canonical_pci
+from hostd.terminal import escape, shorten
+
+HIGHEST_PID = 1 << 22
+"""PID_MAX_LIMIT of the kernel."""
 
 
 def resolve_gpu(selector: str, gpus: tuple[GpuInfo, ...], *, driver_silent: bool) -> GpuInfo:
@@ -15,16 +19,36 @@ def resolve_gpu(selector: str, gpus: tuple[GpuInfo, ...], *, driver_silent: bool
     Raises UsageError when it names none or more than one: an index cannot be told from a minor while the driver is silent.
     """
     text = selector.strip()
+    shown = shorten(escape(selector), 60)
     matches = _by_number(text, gpus, driver_silent) if text.isascii() and text.isdigit() else _by_name(text, gpus)
     unique = list({g.minor: g for g in matches}.values())
     choices = ", ".join(g.uuid or g.pci_bus_id or f"minor {g.minor}" for g in gpus) or "none"
     if not unique:
         raise UsageError(
-            f"cannot select GPU {selector!r}: no such GPU on this node", next_step=f"GPUs of this node: {choices}"
+            f"cannot select GPU '{shown}': no such GPU on this node", next_step=f"GPUs of this node: {choices}"
         )
     if len(unique) > 1:
-        raise UsageError(f"cannot select GPU {selector!r}: it names more than one", next_step=f"choose from: {choices}")
+        raise UsageError(f"cannot select GPU '{shown}': it names more than one", next_step=f"choose from: {choices}")
     return unique[0]
+
+
+def is_gpu_selector(text: str) -> bool:
+    """True for what could be an NVML index, a minor, (the beginning of) a UUID or a PCI address; looks at nothing."""
+    text = text.strip()
+    if text.isascii() and text.isdigit():
+        return len(text) <= 6
+    if text[:4].lower() in ("gpu-", "mig-"):
+        return 5 <= len(text) <= 96 and text.isascii() and text.isprintable()
+    try:
+        return bool(canonical_pci(text))
+    except ValueError:
+        return False
+
+
+def is_pid_selector(text: str) -> bool:
+    """True for a process number, or `host:` and one."""
+    digits = text.removeprefix("host:")
+    return digits.isascii() and digits.isdigit() and len(digits) <= 10 and 1 <= int(digits) <= HIGHEST_PID
 
 
 def _by_number(text: str, gpus: tuple[GpuInfo, ...], driver_silent: bool) -> list[GpuInfo]:
@@ -60,8 +84,8 @@ def resolve_pid(
     """
     host = selector.startswith("host:")
     digits = selector.removeprefix("host:")
-    if not (digits.isascii() and digits.isdigit()) or len(digits) > 10 or int(digits) < 1:
-        raise UsageError(f"cannot select pid {selector!r}: expected a number, or host:NUMBER")
+    if not is_pid_selector(selector):
+        raise UsageError(f"cannot select pid '{shorten(escape(selector), 60)}': expected a number, or host:NUMBER")
     found = find(int(digits), host)
     if len(found) > 1:
         raise UsageError(

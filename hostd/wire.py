@@ -252,6 +252,8 @@ def parse_options(values: Json, limits: Limits) -> Options:
             continue
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= 86_400:
             raise UsageError(f"cannot use options.{name}: expected seconds from 0 to 86400, got {number!r}")
+        if name == "timeout_s" and not number:
+            raise UsageError("cannot use options.timeout_s: expected more than 0 seconds")
         limits = replace(limits, grace_s=number) if name == "grace_s" else replace(limits, timeout_s=number)
     return Options(limits=limits, **picked)
 

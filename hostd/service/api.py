@@ -18,6 +18,7 @@ from hostd.ladder import Options
 from hostd.lifecycle.event import CONTEXT_KEYS, START_PHASES, Event, Phase, parse_context
 from hostd.nodeview import find_pid, observe
 from hostd.observe import open_sources
+from hostd.selection import is_gpu_selector, is_pid_selector
 from hostd.service.interface import INTERFACE
 from hostd.service.jobs import stopping_error
 from hostd.service.varlink import Params, invalid_parameter
@@ -89,8 +90,8 @@ class Api:
         vmid = params.integer("vmid", 1, HIGHEST_VMID)
         options = Options(
             limits=self._config().for_container(vmid).limits,
-            gpu=params.text_or("gpu", None),
-            pid=params.text_or("pid", None),
+            gpu=selector(params, "gpu", is_gpu_selector),
+            pid=selector(params, "pid", is_pid_selector),
             verify_memory=params.flag_or("verify_memory", True),
             dry_run=True,
             trigger="verify",
@@ -125,14 +126,25 @@ class Api:
         return LookRequest((), daemon=self._facts(), nvml_deadline_s=self._config().nvml.deadline_s)
 
 
+def selector(given: Params, key: str, could_be: Callable[[str], bool]) -> str | None:
+    """What selects a GPU or a process; nonsense is refused before anything is looked at, as on the command line."""
+    text = given.text_or(key, None)
+    if text is not None and not could_be(text):
+        raise invalid_parameter(given.path(key), "selects nothing that could exist")
+    return text
+
+
 def release_options(given: Params, settings: ContainerSettings, services: tuple[str, ...]) -> Options:
     """ReleaseOptions over what is configured for the container."""
     limits = settings.limits
+    timeout_s = given.number_or("timeout_s", limits.timeout_s, 0, 86_400)
+    if timeout_s <= 0:
+        raise invalid_parameter(given.path("timeout_s"), "expected more than 0: a limit of nothing is no release either")
     options = Options(
         limits=replace(
             limits,
             grace_s=given.number_or("grace_s", limits.grace_s, 0, 86_400),
-            timeout_s=given.number_or("timeout_s", limits.timeout_s, 0, 86_400),
+            timeout_s=timeout_s,
         ),
         now=given.flag_or("now", False),
         dry_run=given.flag_or("dry_run", False),
@@ -143,8 +155,8 @@ def release_options(given: Params, settings: ContainerSettings, services: tuple[
         reset_services=services,
         verify_memory=given.flag_or("verify_memory", True),
         wait=given.flag_or("wait", True),
-        gpu=given.text_or("gpu", None),
-        pid=given.text_or("pid", None),
+        gpu=selector(given, "gpu", is_gpu_selector),
+        pid=selector(given, "pid", is_pid_selector),
         trigger=given.text_or("trigger", "api", 64),
     )
     given.no_others()

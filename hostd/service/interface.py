@@ -224,7 +224,7 @@ type ReleaseOptions (
   pid: ?string,
   # Seconds without progress after SIGTERM
   grace_s: ?float,
-  # Seconds for the whole release
+  # Seconds for the whole release, more than 0
   timeout_s: ?float,
   # For the audit trail: cli, hook, ...
   trigger: ?string

@@ -106,7 +106,7 @@ options = st.builds(
     limits=st.builds(
         lambda grace, timeout: replace(Limits(), grace_s=grace, timeout_s=timeout),
         st.floats(0, 86_400),
-        st.floats(0, 86_400),
+        st.floats(0, 86_400, exclude_min=True),
     ),
     now=st.booleans(),
     dry_run=st.booleans(),
@@ -136,6 +136,7 @@ def test_options_come_back_as_they_were(given_options: Options) -> None:
         {"grace_s": float("nan")},
         {"timeout_s": float("inf")},
         {"timeout_s": 1e9},
+        {"timeout_s": 0},
         {"gpu": 0},
         {"pid": ["1"]},
         {"kill": True},
