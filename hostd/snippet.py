@@ -111,7 +111,10 @@ class LocalApi:
         try:
             return getattr(self._root(path.strip("/")), verb)(**options)
         except FileNotFoundError as exc:
-            raise UnreadableError("cannot ask Proxmox: there is no pvesh on this machine") from exc
+            raise UnreadableError(
+                "cannot ask Proxmox: there is no pvesh on this machine",
+                next_step="run it on a Proxmox VE node, as root (pvesh comes with pve-manager)",
+            ) from exc
         except Exception as exc:  # proxmoxer's own, subprocess.TimeoutExpired, JSON errors: all of them say no
             text = " ".join(str(exc).split())[:500]
             raise UnreadableError(f"cannot {verb} {path}: {text or type(exc).__name__}") from exc
