@@ -143,8 +143,10 @@ class Reader:
             line = key.start_mark.line + 1
             name = key.value
             full = f"{path}.{_got(key, quote=False)}" if path else _got(key, quote=False)
-            if not isinstance(name, str) or name not in known:
-                self._problem(full, "unknown key" + _did_you_mean(name, path, known), line)
+            if not isinstance(name, str):
+                self._problem(path or "the file", f"expected a key, got {_got(key)}", line)
+            elif name not in known:
+                self._add(f"unknown key {full}{_did_you_mean(name, path, known)}", line)
             elif name in found:
                 self._problem(full, f"given twice, first in line {found[name][0]}", line)
             else:
@@ -162,7 +164,10 @@ class Reader:
         return list(node.value)
 
     def _problem(self, path: str, what: str, line: int) -> None:
-        self.problems.append(f"cannot read {path}: {what} ({self.name}, line {line})")
+        self._add(f"cannot read {path}: {what}", line)
+
+    def _add(self, problem: str, line: int) -> None:
+        self.problems.append(f"{problem} ({self.name}, line {line})")
         if len(self.problems) >= MAX_ERRORS:
             raise _TooManyError
 
@@ -193,18 +198,26 @@ def _got(node: Node, *, quote: bool = True) -> str:
     return f"'{text}'" if quote else text
 
 
-def _did_you_mean(name: object, path: str, known: tuple[str, ...]) -> str:
-    """`; did you mean …?` by spelling, or by the section that a known key belongs to; else what is known here."""
-    if not isinstance(name, str):
-        return ""
-    name = name[:100]
+def _did_you_mean(name: str, path: str, known: tuple[str, ...]) -> str:
+    """`; did you mean …?`, with the whole path: the same key in its own section, or what is spelled alike, here first;
+    else what is known here."""
+    name = name[:100].lower().replace("-", "_")
     prefix = f"containers.{path.split('.')[1]}." if path.startswith("containers.") else ""
-    homes = [key.path for key in KEYS if key.path.partition(".")[2] == name and (key.per_container or not prefix)]
-    if homes:
-        return f"; did you mean {prefix}{homes[0]}?"
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]}?"
+    paths = [key.path for key in KEYS if key.per_container or not prefix]
+    if name in paths:
+        section, _, leaf = name.partition(".")
+        return f"; write it as {section}: and below it, indented, {leaf}:"
+    if not path and parse_vmid(name) is not None:
+        return f"; did you mean containers.{name}?"
+    leaves: dict[str, str] = {}
+    for full in paths:
+        leaves.setdefault(full.partition(".")[2], full)
+    if name in leaves and name not in known:
+        return f"; did you mean {prefix}{leaves[name]}?"
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return f"; did you mean {path}.{close[0]}?" if path else f"; did you mean {close[0]}?"
+    if close := difflib.get_close_matches(name, leaves, n=1, cutoff=0.7):
+        return f"; did you mean {prefix}{leaves[close[0]]}?"
     return "; known here: " + ", ".join(known)
 
 

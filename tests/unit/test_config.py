@@ -128,13 +128,28 @@ SECONDS = "expected a number of seconds > 0 and <= 86400"
         ),
         ("ladder: {grace: }", f"cannot read ladder.grace: {SECONDS}, got nothing (config.yaml, line 1)"),
         ("ladder: {grace: [1]}", f"cannot read ladder.grace: {SECONDS}, got a list (config.yaml, line 1)"),
-        ("ladder: {grase: 1}", "cannot read ladder.grase: unknown key; did you mean grace? (config.yaml, line 1)"),
+        ("ladder: {grase: 1}", "unknown key ladder.grase; did you mean ladder.grace? (config.yaml, line 1)"),
         (
             "ladder: {budget: 1}",
-            "cannot read ladder.budget: unknown key; did you mean hook.budget? (config.yaml, line 1)",
+            "unknown key ladder.budget; did you mean hook.budget? (config.yaml, line 1)",
         ),
-        ("grace: 1", "cannot read grace: unknown key; did you mean ladder.grace? (config.yaml, line 1)"),
-        ("lader: {}", "cannot read lader: unknown key; did you mean ladder? (config.yaml, line 1)"),
+        ("grace: 1", "unknown key grace; did you mean ladder.grace? (config.yaml, line 1)"),
+        ("hook:\n  buget: 1", "unknown key hook.buget; did you mean hook.budget? (config.yaml, line 2)"),
+        ("ladder: {buget: 1}", "unknown key ladder.buget; did you mean hook.budget? (config.yaml, line 1)"),
+        ("kill-grace: 1", "unknown key kill-grace; did you mean ladder.kill_grace? (config.yaml, line 1)"),
+        ("hook: {On-Dirty: warn}", "unknown key hook.On-Dirty; did you mean hook.on_dirty? (config.yaml, line 1)"),
+        ("129: {}", "unknown key 129; did you mean containers.129? (config.yaml, line 1)"),
+        (
+            "ladder.grace: 5",
+            "unknown key ladder.grace; write it as ladder: and below it, indented, grace: (config.yaml, line 1)",
+        ),
+        (
+            "containers: {129: {ladder: {grase: 1}}}",
+            "unknown key containers.129.ladder.grase; did you mean containers.129.ladder.grace? (config.yaml, line 1)",
+        ),
+        ("hook: {xyzzy: 1}", "hook.xyzzy; known here: budget, pre_start_budget, on_dirty, min_free_mib, "
+         "watchdog_delay, watchdog_interval (config.yaml, line 1)"),
+        ("lader: {}", "unknown key lader; did you mean ladder? (config.yaml, line 1)"),
         (
             "ladder: {grace: 1, grace: 2}",
             "cannot read ladder.grace: given twice, first in line 1 (config.yaml, line 1)",
@@ -156,12 +171,12 @@ SECONDS = "expected a number of seconds > 0 and <= 86400"
         ),
         (
             "containers: {129: {budget: 1}}",
-            "cannot read containers.129.budget: unknown key; did you mean containers.129.hook.budget? "
+            "unknown key containers.129.budget; did you mean containers.129.hook.budget? "
             "(config.yaml, line 1)",
         ),
         (
             "containers: {129: {nvml: {deadline: 1}}}",
-            "cannot read containers.129.nvml: unknown key; known here: ladder, hook (config.yaml, line 1)",
+            "unknown key containers.129.nvml; known here: ladder, hook (config.yaml, line 1)",
         ),
         (
             "reset:\n  services:\n  - a\n  - --root=/x",
@@ -177,7 +192,7 @@ SECONDS = "expected a number of seconds > 0 and <= 86400"
         ("a: !!python/name:os.system x", "tags (!...) are not supported here (config.yaml, line 1)"),
         ("ladder: {grace: 1\n", "(config.yaml, line 2)"),
         ("ladder: {\x1b]0;x: 1}", "character U+001B is not allowed (config.yaml, line 1)"),
-        ("? {a: b}\n: c", "cannot read a section: unknown key (config.yaml, line 1)"),
+        ("? {a: b}\n: c", "cannot read the file: expected a key, got a section (config.yaml, line 1)"),
     ],
 )
 def test_a_mistake_is_named_with_key_and_line(text: str, problem: str) -> None:
@@ -206,7 +221,7 @@ def test_what_is_neither_true_nor_false(value: str) -> None:
 
 def test_all_mistakes_are_reported_in_the_order_of_the_file() -> None:
     found = problems("ladder: {grace: x, timeout: y}\nhook: {z: 1}\ncontainers: {129: {ladder: {grace: 0}}}\n")
-    assert [re.search(r"read (\S+):", problem)[1] for problem in found] == [  # type: ignore[index]
+    assert [re.search(r"(?:read|key) (\S+?)[:;]", problem)[1] for problem in found] == [  # type: ignore[index]
         "ladder.grace",
         "ladder.timeout",
         "hook.z",
@@ -326,6 +341,12 @@ def test_yaml_is_not_imported_for_a_file_that_says_nothing(tmp_path: Path, text:
     assert "configreader" not in out
 
 
+def test_the_message_of_an_error_is_a_sentence_for_every_verb() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse(b"ladder: {grase: 1}", "config.yaml")
+    assert caught.value.message == "unknown key ladder.grase; did you mean ladder.grace? (config.yaml, line 1)"
+
+
 # --- fuzz ----------------------------------------------------------------------------------------------------------
 
 PIECES = [
@@ -342,7 +363,7 @@ def survives(data: bytes) -> None:
         assert isinstance(config.parse(data), Config)
     except BrokenConfigError as exc:
         assert exc.problems
-        assert all(problem.startswith("cannot read ") or "mistakes" in problem for problem in exc.problems)
+        assert all(problem.startswith(("cannot read ", "unknown key ")) or "mistakes" in problem for problem in exc.problems)
         assert all(problem.isprintable() for problem in exc.problems)
 
 
