@@ -112,10 +112,3 @@ def wants_colour(stream: TextIO) -> bool:
 def paint(text: str, style: str, on: bool) -> str:
     """Escaped text in one of STYLES when `on`."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if on else text
-
-
-def tolerate(stream: TextIO) -> None:
-    """Make a stream write what its encoding lacks as an escape instead of failing (`LANG=C` in a task or a hook)."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")

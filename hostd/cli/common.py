@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from hostd.errors import NotPermittedError, PgrError, UsageError
+from hostd.errors import NotPermittedError, PgrError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable
     from typing import Any
+
+    from hostd.config import Config
 
     Json = dict[str, Any]
 
@@ -29,8 +32,39 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
     group = parser.add_argument_group("where it runs")
-    group.add_argument("--config", metavar="FILE", help=f"instead of {DEFAULT_CONFIG}")
+    group.add_argument("--config", type=file_name, metavar="FILE", help=f"instead of {DEFAULT_CONFIG}")
     group.add_argument("--no-daemon", action="store_true", help="do the work in this process, not in pve-gpu-hostd")
+
+
+def add_selectors(parser: argparse.ArgumentParser) -> None:
+    """`--gpu` and `--pid`."""
+    from hostd.cli.parser import Once
+
+    parser.add_argument(
+        "--gpu", action=Once, type=gpu, metavar="SEL", help="only this GPU: NVML index, minor, UUID or PCI address"
+    )
+    parser.add_argument(
+        "--pid", action=Once, type=pid_selector, metavar="PID", help="only this process: its pid in the container, or host:PID"
+    )
+
+
+def shown(text: str) -> str:
+    """A word of the command line as it stands in a message: harmless, of bounded length, in quotes."""
+    from hostd.terminal import escape, shorten
+
+    return f"'{shorten(escape(text), 60)}'"
+
+
+def close_to(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` for what is probably a typo, else nothing."""
+    from difflib import get_close_matches
+
+    names = list(known)
+    found = [name for name in names if len(word) > 3 and name.startswith(word)]
+    close = found if len(found) == 1 else get_close_matches(word[:100], names, 1)
+    if not close:
+        return ""
+    return f"; did you mean {close[0]}?" if close[0].startswith("-") else f"; did you mean {close[0]!r}?"
 
 
 def bad_argument(message: str) -> Exception:
@@ -42,20 +76,85 @@ def bad_argument(message: str) -> Exception:
 
 def vmid(text: str) -> int:
     """A container id as argparse type."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 999_999_999:
-        raise bad_argument(f"{text!r} is not a container id (a number such as 129)")
-    return int(text)
+    number = whole(text)
+    if not 1 <= number <= 999_999_999:
+        from hostd.cli.main import VERBS
+
+        hint = f"; did you mean pve-gpu-release {text} ...?" if text in VERBS else " (a number such as 129)"
+        raise bad_argument(f"{shown(text)} is not a container id{hint}")
+    return number
+
+
+def whole(text: str) -> int:
+    """A number in plain digits, -1 for anything else (int() also takes `1_0`, ` 1`, Arabic digits)."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else -1
+
+
+def pid(text: str) -> int:
+    """A process number as argparse type."""
+    from hostd.selection import HIGHEST_PID
+
+    number = whole(text)
+    if not 1 <= number <= HIGHEST_PID:
+        raise bad_argument(f"{shown(text)} is not a pid (a number from 1 to {HIGHEST_PID})")
+    return number
+
+
+def pid_selector(text: str) -> str:
+    """What `--pid` may be, as argparse type: whether it names a process is found out later."""
+    from hostd.selection import HIGHEST_PID, is_pid_selector
+
+    if not is_pid_selector(text):
+        raise bad_argument(f"{shown(text)} is not a pid: a number from 1 to {HIGHEST_PID}, or host:NUMBER")
+    return text
+
+
+def gpu(text: str) -> str:
+    """What `--gpu` may be, as argparse type: whether it names a GPU is found out later."""
+    from hostd.selection import is_gpu_selector
+
+    if not is_gpu_selector(text):
+        raise bad_argument(f"{shown(text)} is not a GPU: an NVML index, a minor, a UUID (GPU-...) or a PCI address")
+    return text
+
+
+def file_name(text: str) -> str:
+    """The name of a file as argparse type."""
+    if not 1 <= len(text) <= 4096:
+        raise bad_argument(f"{shown(text)} is not the name of a file")
+    return text
 
 
 def seconds(text: str) -> float:
     """A duration in seconds as argparse type: 0 or more, finite."""
+    digits = text.removesuffix("s")
     try:
-        value = float(text.removesuffix("s"))
+        value = float(digits) if digits.isascii() and digits[-1:] in "0123456789." else -1.0
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 86_400:
-        raise bad_argument(f"{text!r} is not a number of seconds from 0 to 86400")
+    if not 0 <= value <= 86_400 or "_" in digits:
+        raise bad_argument(f"{shown(text)} is not a number of seconds from 0 to 86400")
     return value
+
+
+def loaded(path: str | None) -> Config:
+    """The configuration that the command line names, or the node's. Raises ConfigError.
+
+    Without a usable yaml module the node's own gives the built-in defaults (DESIGN 10), a file that was asked for an error.
+    """
+    from hostd.config import DEFAULT_PATH, load
+
+    config = load(DEFAULT_PATH if path is None else path, must_exist=path is not None)
+    if path is not None and config.notices:
+        from hostd.errors import ConfigError
+
+        raise ConfigError(config.notices[0].partition(";")[0], next_step="apt install python3-yaml")
+    return config
+
+
+def named_config(path: str | None) -> Config | None:
+    """The file of `--config`, which must be there and right for every verb; None without one. Raises ConfigError."""
+    return None if path is None else loaded(path)
 
 
 def require_root() -> None:
@@ -91,11 +190,12 @@ def status_of(result: Json) -> int:
 
 
 def fail(error: PgrError, *, as_json: bool, vmid: int | None = None) -> int:
-    """Says what went wrong, where the caller looks for it, and returns the exit status."""
+    """Says what went wrong, where the caller looks for it, and returns the exit status. With `--json` that is an object on
+    standard output, whatever went wrong, and nothing else."""
     from hostd import terminal
     from hostd.verdicts import exit_status
 
-    if as_json and not isinstance(error, UsageError):
+    if as_json:
         from hostd.wire import error_dict
 
         print_json(error_dict(error, vmid))

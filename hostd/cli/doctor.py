@@ -7,7 +7,7 @@ import sys
 import time
 
 from hostd import terminal
-from hostd.cli.common import DEFAULT_CONFIG, add_output_options, print_json, require_root
+from hostd.cli.common import DEFAULT_CONFIG, add_output_options, file_name, named_config, print_json, require_root
 from hostd.cli.render import count
 
 TYPE_CHECKING = False
@@ -27,17 +27,18 @@ _STYLE = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
-    parser.add_argument("--config", metavar="FILE", help=f"instead of {DEFAULT_CONFIG}", default=DEFAULT_CONFIG)
+    parser.add_argument("--config", type=file_name, metavar="FILE", help=f"instead of {DEFAULT_CONFIG}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs every check; a driver that is stuck is not asked."""
     require_root()
+    named_config(args.config)
     from hostd.doctor.facts import Facts
     from hostd.doctor.runner import exit_status, result_dict, run_checks
 
     started_s = time.monotonic()
-    outcomes = run_checks(Facts(config_path=args.config))
+    outcomes = run_checks(Facts(config_path=args.config or DEFAULT_CONFIG))
     if args.json:
         print_json(result_dict(outcomes, started_s))
     else:

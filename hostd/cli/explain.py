@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from hostd import audit
+from hostd.cli.common import file_name, print_json
 from hostd.cli.log import FULL_ID, local_time, ours
 from hostd.config import parse_vmid
 from hostd.errors import UnreadableError, UsageError
 from hostd.story import rebuild, tell
 from hostd.system.journalread import JournalUnreadableError, Record, read, read_file
-from hostd.terminal import escape, tolerate
+from hostd.terminal import escape
 
 NAME = "explain"
-HELP = "one release as a story"
+HELP = "Tell one release as a story: trigger, evidence, rungs, verification."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "release", metavar="RELEASE_ID", help="the beginning is enough; a VMID: its last release; last: the last of all"
     )
-    parser.add_argument("--file", metavar="FILE", help="a journal file, or what journalctl -o export or -o json wrote")
+    parser.add_argument(
+        "--file", type=file_name, metavar="FILE", help="a journal file, or what journalctl -o export or -o json wrote"
+    )
     parser.add_argument("--json", action="store_true", help="the rebuilt data for programs")
 
 
@@ -40,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"cannot find release {escape(args.release)} in {source.name}", next_step="pve-gpu-release log"
         )
-    tolerate(sys.stdout)
     if args.json:
-        print(json.dumps({"schema": 1, **asdict(story)}))
+        print_json({"schema": 1, **asdict(story)})
     else:
         print(tell(story, local_time(story.started_us)))
     return 0
@@ -54,6 +55,14 @@ class Source:
     def __init__(self, file: str | None) -> None:
         self.file = file
         self.name = escape(file) if file else "the journal"
+
+    def advice(self) -> str:
+        """What to do when nothing is found."""
+        if self.file:
+            return f"pve-gpu-release log --file {self.name} shows what is in it"
+        if os.geteuid() != 0:
+            return "try again as root: others do not see the whole journal"
+        return "every release and every stop with the hook writes its record there; pve-gpu-release log shows them"
 
     def of_release(self, release_id: str) -> Iterator[Record]:
         return self._read({"PVE_GPU_RELEASE_ID": release_id})
@@ -89,8 +98,8 @@ def find(source: Source, wanted: str) -> str:
         if newest is not None:
             return newest.get("PVE_GPU_RELEASE_ID")
         if vmid is None or len(wanted) < 4:
-            whose = f"of container {vmid} " if vmid is not None else ""
-            raise UsageError(f"cannot find a release {whose}in {source.name}", next_step="pve-gpu-release log")
+            whose = f" of container {vmid}" if vmid is not None else ""
+            raise UsageError(f"cannot find a release{whose} in {source.name}: none is there yet", next_step=source.advice())
     prefix = wanted.lower()
     if not prefix or not set(prefix) <= set("0123456789abcdef-"):
         raise UsageError(f"cannot take '{escape(wanted)}' for a release id, a container id or `last`")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from hostd.cli.common import require_root
-from hostd.cli.release import finish, given_options, in_process, loaded, new_release_id, options_for
+from hostd.cli.common import loaded, require_root
+from hostd.cli.release import finish, given_options, in_process, new_release_id, options_for
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError, RefusedError
 from hostd.handover import OpenGpu, look_at_gpu, people

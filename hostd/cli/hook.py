@@ -9,7 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from hostd import terminal
-from hostd.cli.common import add_output_options, print_json, require_root, seconds, vmid
+from hostd.cli.common import (
+    add_output_options,
+    bad_argument,
+    file_name,
+    named_config,
+    print_json,
+    require_root,
+    shown,
+    vmid,
+    whole,
+)
 from hostd.errors import NoSuchContainerError, PgrError, UsageError
 from hostd.snippet import CHAIN_LIMIT_S, Change, LocalApi, Snippets, chained_volume, is_ours
 from hostd.verdicts import exit_status, worst
@@ -28,7 +38,8 @@ UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("enable", "disable", "status"))
+    actions = ("enable", "disable", "status")
+    parser.add_argument("action", choices=actions, metavar="|".join(actions), help="what to do")
     parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="container id")
     parser.add_argument(
         "--all", action="store_true", help="every container of this node with a GPU in its configuration"
@@ -38,17 +49,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chain-limit",
-        type=seconds,
+        type=chain_limit,
         metavar="S",
-        help=f"limit on the chained hookscript (default {CHAIN_LIMIT_S})",
+        help=f"limit on the chained hookscript, whole seconds (default {CHAIN_LIMIT_S})",
     )
     parser.add_argument("--storage", metavar="NAME", help="storage for the snippet (default: one that allows snippets)")
-    parser.add_argument("--config", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=file_name, metavar="FILE", help=argparse.SUPPRESS)
     add_output_options(parser)
+
+
+def chain_limit(text: str) -> int:
+    """As argparse type: what timeout(1) takes and the snippet is read back by; its 0 would be no limit at all."""
+    number = whole(text.removesuffix("s"))
+    if not 1 <= number <= 86_400:
+        raise bad_argument(f"{shown(text)} is not a number of whole seconds from 1 to 86400")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
     require_root()
+    named_config(args.config)
     if args.action == "status":
         return show(args)
     numbers = chosen(args)

@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from hostd.audit import IDENTIFIER, Priority
+from hostd.cli import output
+from hostd.cli.common import file_name, shown
 from hostd.cli.common import vmid as container_id
 from hostd.cli.timespec import parse_time
 from hostd.errors import UnreadableError, UsageError
 from hostd.system.journalread import JournalUnreadableError, Record, Stopped, follow, read, read_file
-from hostd.terminal import escape, paint, tolerate, wants_colour
+from hostd.terminal import escape, paint, wants_colour
 
 NAME = "log"
-HELP = "the audit trail from the journal"
+HELP = "Show the audit trail from the journal: every release and what it decided."
 FOLLOW_LINES = 10
 FULL_ID = 36
 
@@ -38,17 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", choices=("short", "json", "json-pretty"), default="short", help="how entries are written"
     )
     parser.add_argument("--release", metavar="ID", help="only this release (the beginning of its id is enough)")
-    parser.add_argument("--file", metavar="FILE", help="a journal file, or what journalctl -o export or -o json wrote")
+    parser.add_argument(
+        "--file", type=file_name, metavar="FILE", help="a journal file, or what journalctl -o export or -o json wrote"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """0; 2 for arguments without sense, 4 when the journal cannot be read. Ends quietly on Ctrl-C or a closed pipe."""
     lines = _lines(args.lines)
-    since = parse_time(args.since) if args.since else None
-    until = parse_time(args.until) if args.until else None
+    since = parse_time(args.since) if args.since is not None else None
+    until = parse_time(args.until) if args.until is not None else None
+    if args.release is not None:
+        args.release = release_id(args.release)
     if args.follow and (args.file or args.until):
         raise UsageError("cannot follow a file, or with --until")
-    tolerate(sys.stdout)
     records: Iterable[Record]
     matches = {"SYSLOG_IDENTIFIER": IDENTIFIER}
     if args.vmid is not None:
@@ -70,18 +75,26 @@ def run(args: argparse.Namespace) -> int:
             _say_nothing(args.file)
     except JournalUnreadableError as exc:
         raise UnreadableError(escape(str(exc))) from None
-    except (BrokenPipeError, Stopped):
-        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())  # nothing left to flush into
+    except Stopped:
+        return 0
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def release_id(text: str) -> str:
+    """The beginning of a release id. Raises UsageError."""
+    folded = text.lower()
+    if not 1 <= len(folded) <= FULL_ID or not set(folded) <= set("0123456789abcdef-"):
+        raise UsageError(f"cannot take {shown(text)} for the id of a release", next_step="pve-gpu-release log shows them")
+    return folded
 
 
 def _lines(text: str | None) -> int | None:
     if text is None or text == "all":
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UsageError(f"cannot take '{escape(text)}' for a number of lines")
+        raise UsageError(f"cannot take {shown(text)} for a number of lines")
     return int(text)
 
 
@@ -110,16 +123,18 @@ def _between(records: Iterable[Record], since: int | None, until: int | None) ->
             yield record
 
 
-def show(records: Iterable[Record], output: str) -> int:
-    """Print the entries; how many there were."""
+def show(records: Iterable[Record], form: str) -> int:
+    """Print the entries as long as anybody reads them; how many there were."""
     colour = wants_colour(sys.stdout)
     count = 0
     for record in records:
         count += 1
-        if output == "short":
+        if form == "short":
             print(short_line(record, colour=colour), flush=True)
         else:
-            print(json.dumps(as_json(record), indent=2 if output == "json-pretty" else None), flush=True)
+            print(json.dumps(as_json(record), indent=2 if form == "json-pretty" else None), flush=True)
+        if output.lost():
+            break
     return count
 
 

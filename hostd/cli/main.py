@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from hostd.errors import PgrError
+
 VERBS = {
     "release": "free the GPUs that containers hold (the default for a number)",
     "ps": "who holds what, by container and GPU",
@@ -25,11 +27,24 @@ VERBS = {
 }
 """Only verbs that work are listed here; each is a module of this package."""
 
-_VALUED = ("--config", "--grace", "--timeout", "--gpu", "--pid", "--free", "--storage", "--chain-limit")
+_VALUED = (
+    *("--config", "--grace", "--timeout", "--gpu", "--pid", "--free", "--storage", "--chain-limit", "--interval"),
+    *("--since", "-S", "--until", "-U", "--lines", "--output", "-o", "--release", "--file"),
+)
+"""Options whose value is the next word (`-n N` of log is not among them: to `release` it is a flag)."""
+_ONLY_SHOW = ("ps", "status", "map", "log", "explain")
 
 
 def split_verb(argv: list[str]) -> tuple[str, list[str]]:
     """(verb, remaining arguments): the first word that is no option's value, if it is a verb; else `release`."""
+    at = _first_word(argv)
+    if at is not None and argv[at] in VERBS:
+        return argv[at], argv[:at] + argv[at + 1 :]
+    return "release", argv
+
+
+def _first_word(argv: list[str]) -> int | None:
+    """Where the first word is that is neither an option nor an option's value; None when there is none before `--`."""
     skip = False
     for i, word in enumerate(argv):
         if skip:
@@ -39,10 +54,8 @@ def split_verb(argv: list[str]) -> tuple[str, list[str]]:
         elif word == "--":
             break
         elif not word.startswith("-"):
-            if word in VERBS:
-                return word, argv[:i] + argv[i + 1 :]
-            break
-    return "release", argv
+            return i
+    return None
 
 
 def usage() -> str:
@@ -61,14 +74,15 @@ Frees the NVIDIA GPUs that Proxmox LXC containers hold, from the host, and prove
 verbs:
 {verbs}
 
-pve-gpu-release VERB --help shows the options of a verb; `pve-gpu-release release --help` those of the default one.
+pve-gpu-release VERB --help (or help VERB) shows the options of a verb; `pve-gpu-release release --help` those of the
+default one.
 Exit status: 0 released, 3 held, 4 unknown, 5 unkillable, 6 memory stays in use, 7 refused, 8 no such container,
 9 not root, 75 busy, 2 usage, 1 internal error, 130 interrupted."""
 
 
 def main(argv: list[str]) -> int:
     """Runs one command line and returns its exit status."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in ("-h", "--help") or argv == ["help"]:
         print(usage())
         return 0 if argv else 2
     if argv[0] in ("-V", "--version", "version"):
@@ -83,19 +97,26 @@ def main(argv: list[str]) -> int:
         from hostd.cli import release
 
         return _run(release.run, plain)
+    as_json = wants_json(argv)
+    if argv[0] == "help":  # `help ps` is `ps --help`
+        words = argv[1:]
+        wrong = [word for word in words if word not in VERBS] or words[1:]
+        if wrong:
+            return _unknown_word(wrong[0], "is not a verb" if wrong[0] not in VERBS else "is one verb too many", as_json)
+        argv = [words[0], "--help"]
+    at = _first_word(argv)
+    if at is not None and argv[at] not in VERBS and not (argv[at].isascii() and argv[at].isdigit()):
+        return _unknown_word(argv[at], "is neither a container id nor a verb", as_json)
     verb, rest = split_verb(argv)
-    word = next((w for w in rest if not w.startswith("-")), "")
-    if verb == "release" and word.isalpha() and len(argv) and argv[0] == word:
-        return _unknown_verb(word)
-    from importlib import import_module
+    if rest == ["help"]:
+        rest = ["--help"]
+    from hostd.cli.parser import module_of, parse
 
-    from hostd.cli.parser import Parser
+    return _run(module_of(verb).run, parse(verb, rest, as_json=as_json))
 
-    module = import_module(f"hostd.cli.{verb.replace('-', '_')}")
-    parser = Parser(prog=f"pve-gpu-release {verb}" if verb != "release" else "pve-gpu-release", description=module.HELP)
-    module.add_arguments(parser)
-    parse = parser.parse_intermixed_args if getattr(module, "INTERMIXED", False) else parser.parse_args
-    return _run(module.run, parse(rest))
+
+def wants_json(argv: list[str]) -> bool:
+    return "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
 
 
 def _run(run: Callable[[Any], int], args: object) -> int:
@@ -105,66 +126,83 @@ def _run(run: Callable[[Any], int], args: object) -> int:
     try:
         return int(run(args))
     except PgrError as exc:
-        return fail(exc, as_json=getattr(args, "json", False))
+        vmids = list(getattr(args, "vmids", None) or [])
+        return fail(exc, as_json=getattr(args, "json", False), vmid=vmids[0] if len(vmids) == 1 else None)
 
 
-def _unknown_verb(word: str) -> int:
-    from difflib import get_close_matches
+def _unknown_word(word: str, what: str, as_json: bool) -> int:
+    from hostd.cli.common import close_to, fail, shown
+    from hostd.errors import UsageError
 
-    close = get_close_matches(word, VERBS, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    print(f"pve-gpu-release: {word!r} is neither a container id nor a verb{hint} (see --help)", file=sys.stderr)
-    return 2
+    step = "pve-gpu-release --help" if as_json else ""
+    see = "" if as_json else " (see --help)"
+    return fail(UsageError(f"{shown(word)} {what}{close_to(word, VERBS)}{see}", next_step=step), as_json=as_json)
 
 
 def entry() -> None:
-    """Console script: flushes, survives a closed pipe, keeps tracebacks off the terminal."""
-    _open_missing_streams()
+    """Console script: outlives its output, keeps tracebacks off the terminal."""
     status = 1
+    argv = sys.argv[1:]
     try:
-        status = _guarded(sys.argv[1:])
+        try:
+            from hostd.cli import interrupt, output
+
+            interrupt.install()
+            output.take_over()
+            status = main(argv)
+        except BaseException as exc:  # noqa: BLE001 - every way to end has a status
+            status = _status_of(argv, exc)
+        status = _said(argv, status)
     except BaseException:  # noqa: BLE001 - nowhere is left to say it
         pass
     finally:
         os._exit(status)
 
 
-def _open_missing_streams() -> None:
-    """`>&-` and a bare exec leave out descriptors: what is opened next must not take their numbers and be written to."""
-    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(fd)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != fd:
-                os.dup2(opened, fd)
-                os.close(opened)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(fd, mode, closefd=False))
+def _status_of(argv: list[str], exc: BaseException) -> int:
+    """Says why it ended, and the exit status for that."""
+    from hostd.cli import interrupt
 
+    if isinstance(exc, KeyboardInterrupt) or interrupt.came:
+        interrupt.ignore()
+        from hostd.errors import InterruptedRelease
 
-def _guarded(argv: list[str]) -> int:
-    try:
-        status = main(argv)
-        sys.stdout.flush()
-        return status
-    except SystemExit as exc:  # argparse: --help, or wrong arguments
-        try:
-            sys.stdout.flush()
-        except OSError:
-            return 141
+        return _fail_late(argv, InterruptedRelease("interrupted"))
+    if isinstance(exc, SystemExit):  # argparse: --help, or wrong arguments
         return exc.code if isinstance(exc.code, int) else 2
-    except BrokenPipeError:
-        return 141  # as a shell reports a process that SIGPIPE ended
-    except KeyboardInterrupt:
-        print("pve-gpu-release: interrupted", file=sys.stderr)
-        return 130
-    except Exception as exc:  # noqa: BLE001 - the one place where a bug becomes exit status 1
-        from hostd import terminal
+    from hostd.errors import PgrError
 
-        print(f"pve-gpu-release: internal error: {terminal.escape(f'{type(exc).__name__}: {exc}')}", file=sys.stderr)
-        _log_traceback(exc)
-        return 1
+    status = _fail_late(argv, PgrError(f"internal error: {type(exc).__name__}: {exc}"))
+    _log_traceback(exc)
+    return status
+
+
+def _fail_late(argv: list[str], error: PgrError) -> int:
+    """As JSON only when nothing was written before: it would not be one object any more."""
+    from hostd.cli.common import fail
+
+    return fail(error, as_json=wants_json(argv) and not getattr(sys.stdout, "wrote", False))
+
+
+def _said(argv: list[str], status: int) -> int:
+    """Writes what is left to write; the exit status when that fails (`output` has the rule)."""
+    import errno
+
+    from hostd.cli import output
+
+    sys.stdout.flush()
+    error = output.lost()
+    if error is not None and error.errno != errno.EPIPE:
+        print(f"pve-gpu-release: cannot write the output: {error.strerror}", file=sys.stderr)
+        if status == 0 and _only_shows(argv):
+            status = 1
+    sys.stderr.flush()
+    return status
+
+
+def _only_shows(argv: list[str]) -> bool:
+    """True for what was run only to be read: lost output is then a failure and not a detail."""
+    return split_verb(argv)[0] in _ONLY_SHOW or not {"-h", "--help", "help", "-V", "--version", "version"}.isdisjoint(argv)
 
 
 def _log_traceback(exc: BaseException) -> None:

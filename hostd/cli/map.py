@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hostd.cli import remote
-from hostd.cli.common import add_common_options, print_json, require_root, vmid
+from hostd.cli.common import add_common_options, named_config, pid, print_json, require_root, vmid
 from hostd.errors import UsageError
 
 TYPE_CHECKING = False
@@ -20,7 +20,7 @@ HELP = "Map a pid of a container to the host's, through NSpid; every PID-namespa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("vmid", type=vmid, metavar="VMID", help="container id")
-    parser.add_argument("pid", type=vmid, metavar="PID", help="pid as the container sees it, at any level")
+    parser.add_argument("pid", type=pid, metavar="PID", help="pid as the container sees it, at any level")
     add_common_options(parser)
 
 
@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from hostd.cli.render import table
 
     require_root()
+    named_config(args.config)
     result = find(args)
     matches = result["matches"]
     if not matches:

@@ -3,18 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+from hostd.cli.common import close_to, shown
+from hostd.terminal import escape, shorten
+
+LONGEST = 400
+"""Characters of an error message."""
+
+
+def module_of(verb: str) -> ModuleType:
+    return import_module(f"hostd.cli.{verb.replace('-', '_')}")
+
+
+def parse(verb: str, words: list[str], *, as_json: bool = False) -> argparse.Namespace:
+    """The arguments of a verb. SystemExit for `--help` (0) and for a mistake (2), which has been said then."""
+    module = module_of(verb)
+    name = "pve-gpu-release" if verb == "release" else f"pve-gpu-release {verb}"
+    parser = Parser(prog=name, description=module.HELP, as_json=as_json)
+    module.add_arguments(parser)
+    intermixed = getattr(module, "INTERMIXED", False)
+    found: argparse.Namespace = parser.parse_intermixed_args(words) if intermixed else parser.parse_args(words)
+    return found
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one clear line and exit status 2; no abbreviations, so that a typo never becomes another option."""
+    """Errors are one clear line, or one JSON object, and exit status 2; no abbreviations, so that a typo never becomes
+    another option; what looks like a typo is named."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, as_json: bool = False, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self._as_json = as_json
 
     def error(self, message: str) -> Any:
-        from hostd.terminal import escape
+        # argparse's own messages have repr(): bytes that were not UTF-8 stand there as surrogates (PEP 383)
+        message = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", message)
+        message = shorten(escape(message), LONGEST)
+        if self._as_json:
+            from hostd.cli.common import fail
+            from hostd.errors import UsageError
 
-        print(f"{self.prog}: {escape(message)} (see {self.prog} --help)", file=sys.stderr)
+            fail(UsageError(message, next_step=f"{self.prog} --help"), as_json=True)
+        else:
+            print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; an unknown option is named before anything else is found missing."""
+        for word in sys.argv[1:] if args is None else args:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                known = [option for option in self._option_string_actions if option.startswith("--")]
+                self.error(f"unknown option {shown(name)}{close_to(name, known)}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            text = f"{shown(str(value))} is not one of {', '.join(known)}{close_to(str(value), known)}"
+            raise argparse.ArgumentError(action, text)
+
+
+class Once(argparse.Action):
+    """An option that selects one thing: a second one would silently take the place of the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest) not in (None, values):
+            raise argparse.ArgumentError(self, "given twice: one run takes one")
+        setattr(namespace, self.dest, values)

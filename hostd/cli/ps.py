@@ -8,7 +8,7 @@ from typing import Any
 
 from hostd import terminal
 from hostd.cli import remote
-from hostd.cli.common import add_common_options, print_json, require_root, vmid
+from hostd.cli.common import add_common_options, named_config, print_json, require_root, vmid
 from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, unowned_mib, where_text
 
 NAME = "ps"
@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(args: argparse.Namespace) -> Json:
-    """The node's holders as `ps --json` gives them, by the daemon or here."""
+    """The node's holders as `ps --json` gives them, by the daemon or here. Raises ConfigError."""
+    config = named_config(args.config)
     if remote.wanted(args):
         try:
             return remote.ask("Observe", {"vmids": args.vmids})
@@ -42,7 +43,7 @@ def look(args: argparse.Namespace) -> Json:
     from hostd.nodeview import observe
     from hostd.observe import open_sources
 
-    sources = open_sources(nvml_deadline_s=10.0, read_deadline_s=1.0)
+    sources = open_sources(nvml_deadline_s=config.nvml.deadline_s if config else 10.0, read_deadline_s=1.0)
     try:
         sources.nvml.start()
         return observe(sources, tuple(args.vmids))

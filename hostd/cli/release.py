@@ -5,7 +5,18 @@ from __future__ import annotations
 import signal
 import sys
 
-from hostd.cli.common import add_common_options, positive_seconds, print_json, seconds, status_of, vmid
+from hostd.cli import interrupt
+from hostd.cli.common import (
+    add_common_options,
+    add_selectors,
+    loaded,
+    named_config,
+    positive_seconds,
+    print_json,
+    seconds,
+    status_of,
+    vmid,
+)
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError
 
@@ -15,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from hostd.config import Config, ContainerSettings
+    from hostd.config import ContainerSettings
     from hostd.ladder import Options
 
     Json = dict[str, Any]
@@ -36,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive_seconds, metavar="S", help="limit on one release in seconds (default 150)"
     )
-    parser.add_argument("--gpu", metavar="SEL", help="only this GPU: NVML index, minor, UUID or PCI address")
-    parser.add_argument("--pid", metavar="PID", help="only this process: its pid in the container, or host:PID")
+    add_selectors(parser)
     parser.add_argument("--stop", action="store_true", help="may stop the container if its init is a holder")
     parser.add_argument(
         "--stop-units",
@@ -67,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
     if args.all_containers or not args.vmids:
         return _all_containers(args)
     require_root()
+    named_config(args.config)  # once, before any container
     renderer = Renderer(sys.stdout, sys.stderr, quiet=args.quiet or args.json, verbose=args.verbose)
     results: list[Json] = []
     for number in dict.fromkeys(args.vmids):
-        result = release_one(number, args, renderer)
+        result = _interruptible(number, args, renderer)
         results.append(result)
         if not args.json:
             renderer.report(result)
@@ -123,6 +134,23 @@ def given_options(args: argparse.Namespace) -> Json:
     return given
 
 
+def _interruptible(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
+    """`release_one`, and Ctrl-C where nothing is in flight (before, between two containers): what is done is reported."""
+    interrupt.install(signal.SIGINT, signal.SIGTERM)
+    try:
+        if not interrupt.came:
+            return release_one(number, args, renderer)
+    except BaseException:
+        if not interrupt.came:
+            raise
+    from hostd.errors import InterruptedRelease
+    from hostd.verdicts import say
+    from hostd.wire import error_dict
+
+    message, step = say("interrupted", vmid=number, detail=f"container {number}: nothing had been signalled")
+    return error_dict(InterruptedRelease(message, next_step=step), number)
+
+
 def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
     """One container: by the daemon when there is one, else here. Never raises PgrError: it becomes the result."""
     from hostd.cli import remote
@@ -166,13 +194,6 @@ def options_for(number: int, given: Json, args: argparse.Namespace) -> Options:
 def configured(path: str | None, number: int) -> ContainerSettings:
     """What is configured for a container. Raises ConfigError."""
     return loaded(path).for_container(number)
-
-
-def loaded(path: str | None) -> Config:
-    """The configuration that the command line names, or the node's. Raises ConfigError."""
-    from hostd.config import DEFAULT_PATH, load
-
-    return load(path or DEFAULT_PATH, must_exist=path is not None)
 
 
 def new_release_id() -> str:
@@ -234,3 +255,4 @@ def in_process(
         sources.close()
         journal.close()
         cancel.close()
+        interrupt.came = interrupt.came or cancel.requested

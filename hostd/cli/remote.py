@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from hostd.cli import interrupt
 from hostd.service.client import Connection, DaemonAbsent, DaemonLost, DaemonUnavailable, connect
 
 TYPE_CHECKING = False
@@ -33,7 +34,12 @@ def release(
     """One release by the daemon; its progress goes to `emit`. Ctrl-C asks the daemon to stop, the report
     still comes. Raises PgrError for a typed error, DaemonAbsent before and DaemonLost after it was asked."""
     with connect() as daemon:
-        previous = {n: signal.signal(n, lambda *_: daemon.cancel()) for n in (signal.SIGINT, signal.SIGTERM)}
+
+        def cancel(*_: object) -> None:
+            interrupt.came = True
+            daemon.cancel()
+
+        previous = {n: signal.signal(n, cancel) for n in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             parameters: Json = {"vmid": vmid, "options": options, "on_disconnect": "cancel", "release_id": release_id}

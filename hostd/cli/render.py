@@ -19,7 +19,7 @@ _STYLE = {"released": "green", "held": "red", "unknown": "yellow"}
 
 class Renderer:
     """Prints events and reports. Lines go to `out`; the one line that is overwritten while something is waited for goes
-    to `live`, and only when that is a terminal. A closed pipe ends the output, never the release."""
+    to `live`, and only when that is a terminal. The streams are the ones of `output`: they never fail."""
 
     def __init__(self, out: TextIO, live: TextIO, *, quiet: bool = False, verbose: bool = False) -> None:
         self._out = out
@@ -29,6 +29,7 @@ class Renderer:
         self._verbose = verbose
         self._colour = terminal.wants_colour(out)
         self._shown: set[int] = set()
+        self._seen: set[int] = set()
         self._names: dict[int, str] = {}
         self._dirty = False
         self._told_s: dict[int, float] = {}
@@ -55,7 +56,8 @@ class Renderer:
         fresh = [h for h in event["holders"] if h["pid"] not in self._shown]
         if not fresh:
             return
-        again = bool(self._shown)
+        again = event["vmid"] in self._seen
+        self._seen.add(event["vmid"])
         title = f"container {event['vmid']}: {count(len(fresh), 'more holder' if again else 'holder')}"
         self._line(paint_bold(title, self._colour))
         rows = [self._row(h, names) for h in fresh]
@@ -182,27 +184,8 @@ class Renderer:
         self._write(self._out, text + "\n")
 
     def _write(self, stream: TextIO, text: str) -> None:
-        try:
-            stream.write(text)
-            stream.flush()
-        except (OSError, ValueError):  # the reader went away: the release goes on (issue 2, "a closed pipe")
-            if stream is self._live:
-                self._live = None
-            else:
-                self._quiet = True
-                _silence(stream)
-
-
-def _silence(stream: TextIO) -> None:
-    """Points a broken stream at /dev/null, so that the interpreter's last flush does not complain."""
-    import os
-
-    try:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, stream.fileno())
-        os.close(devnull)
-    except (OSError, ValueError):
-        return
+        stream.write(text)
+        stream.flush()
 
 
 def paint_bold(text: str, on: bool) -> str:

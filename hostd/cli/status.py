@@ -7,8 +7,8 @@ import sys
 import time
 
 from hostd import terminal
-from hostd.cli import remote
-from hostd.cli.common import add_common_options, print_json, require_root, seconds
+from hostd.cli import output, remote
+from hostd.cli.common import add_common_options, named_config, print_json, require_root, seconds
 from hostd.cli.render import count, gpu_name, gpu_names, memory_text, mib, paint_bold, table, unowned_mib, where_text
 
 TYPE_CHECKING = False
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when everything could be looked at, 4 when not."""
     require_root()
+    named_config(args.config)
     if args.watch and not args.json and terminal.is_terminal(sys.stdout):
         return watch(args)
     status = look(args)
@@ -50,7 +51,8 @@ def look(args: argparse.Namespace) -> Json:
             pass
     from hostd.status import node_status
 
-    return node_status(None, nvml_deadline_s=5.0)
+    config = named_config(args.config)
+    return node_status(None, nvml_deadline_s=config.nvml.deadline_s if config else 5.0)
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
@@ -190,6 +192,8 @@ def watch(args: argparse.Namespace) -> int:
             tty.setcbreak(keys)
         while True:
             draw(look(args), args.interval)
+            if output.lost():
+                return 0
             ready = select.select([keys] if keys is not None else [], [], [], max(0.2, args.interval))[0]
             if ready and sys.stdin.read(1) in ("q", "Q", ""):
                 return 0
@@ -205,7 +209,10 @@ def watch(args: argparse.Namespace) -> int:
 def draw(status: Json, interval_s: float) -> None:
     import os
 
-    columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    try:
+        columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    except OSError:  # it went away
+        columns, rows = 0, 0
     columns, rows = columns or 80, rows or 24  # a serial console does not know its size
     head = f"pve-gpu-release status  {time.strftime('%H:%M:%S')}  every {interval_s:g} s, q ends it"
     shown = [terminal.shorten(head, columns), "", *lines(status, colour=False)]

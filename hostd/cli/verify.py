@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from hostd.cli import release, remote
-from hostd.cli.common import add_common_options, require_root, vmid
+from hostd.cli.common import add_common_options, add_selectors, named_config, print_json, require_root, vmid
 from hostd.cli.render import Renderer
-from hostd.errors import PgrError
+from hostd.errors import PgrError, UnreadableError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ HELP = "Look at containers and judge: released, held or unknown. Nothing is sign
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="container id (default: every container)")
-    parser.add_argument("--gpu", metavar="SEL", help="only this GPU: NVML index, minor, UUID or PCI address")
-    parser.add_argument("--pid", metavar="PID", help="only this process: its pid in the container, or host:PID")
+    add_selectors(parser)
     parser.add_argument(
         "--no-verify-memory", action="store_true", help="accept 'no holder left' when the driver cannot confirm it"
     )
@@ -32,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_root()
+    named_config(args.config)
+    numbers = list(dict.fromkeys(args.vmids)) or all_containers()
+    if not numbers:
+        return no_containers(args)
     renderer = Renderer(sys.stdout, sys.stderr, quiet=args.quiet or args.json, verbose=args.verbose)
     results = []
-    for number in dict.fromkeys(args.vmids) or all_containers():
+    for number in numbers:
         result = verify_one(number, args, renderer)
         results.append(result)
         if not args.json:
@@ -60,9 +63,25 @@ def verify_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Jso
 
 
 def all_containers() -> list[int]:
-    """Containers with a cgroup or a configuration on this node."""
+    """Containers with a cgroup or a configuration on this node. Raises UnreadableError: a part of them is not all."""
     from hostd.system.cgroupfs import Cgroupfs, find_mount
     from hostd.system.pve import Pve
+    from hostd.verdicts import say
 
-    running, _ = Cgroupfs(find_mount()).containers()
+    running, blind = Cgroupfs(find_mount()).containers()
+    for spot in blind:
+        message, step = say("cannot-look", detail=f"{spot.what}: {spot.error}")
+        raise UnreadableError(message, next_step=step)
     return sorted({*running, *Pve().containers()})
+
+
+def no_containers(args: argparse.Namespace) -> int:
+    """Nobody is there to hold a GPU: released, as for a container that holds none."""
+    from hostd.wire import SCHEMA
+
+    message = "there is no container on this node, so none holds a GPU"
+    if args.json:
+        print_json({"schema": SCHEMA, "verdict": "released", "message": message, "releases": []})
+    elif not args.quiet:
+        print(f"released: {message}")
+    return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from hostd.cli.common import add_common_options, print_json, require_root, seconds, vmid
+from hostd.cli.common import add_common_options, gpu, loaded, print_json, require_root, seconds, shown, vmid
 from hostd.errors import UsageError
 
 TYPE_CHECKING = False
@@ -24,10 +24,14 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("vmid", nargs="?", type=vmid, metavar="VMID", help="container id, such as 129")
-    parser.add_argument("--gpu", metavar="SEL", help="a GPU instead: NVML index, minor, UUID or PCI address")
+    from hostd.cli.parser import Once
+
+    parser.add_argument(
+        "--gpu", action=Once, type=gpu, metavar="SEL", help="a GPU instead: NVML index, minor, UUID or PCI address"
+    )
     parser.add_argument("--free", type=mib, metavar="MIB", help="so much free memory, too (MiB, or 40G)")
     parser.add_argument(
-        "--timeout", type=seconds, default=150.0, metavar="S", help="give up after S seconds (default 150)"
+        "--timeout", type=seconds, default=150.0, metavar="S", help="give up after S seconds (default 150; 0: look once)"
     )
     add_common_options(parser)
 
@@ -39,13 +43,12 @@ def mib(text: str) -> int:
     factor = {"M": 1, "G": 1024}.get(text[-1:].upper(), 0)
     digits = text[:-1] if factor else text
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory (40960 or 40G)")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not an amount of memory (40960 or 40G)")
     return int(digits) * (factor or 1)
 
 
 def run(args: argparse.Namespace) -> int:
     from hostd.cancel import Cancel
-    from hostd.cli.release import loaded
     from hostd.observe import open_sources
     from hostd.verdicts import exit_status
     from hostd.wait import result, wait

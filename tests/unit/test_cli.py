@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hostd.cli.common import fail, positive_seconds, seconds, status_of, vmid
 from hostd.cli.main import VERBS, main, split_verb
+from hostd.cli.output import Output
+from hostd.cli.parser import Parser, module_of
 from hostd.cli.render import Renderer, count, mib, table
 from hostd.cli.render import seconds as shown_seconds
-from hostd.errors import BusyError, NoSuchContainerError, UsageError
+from hostd.errors import BusyError, ConfigError, NoSuchContainerError, PgrError, UsageError
 from hostd.wire import error_dict, report_dict
 from tests.product_command import command
 
@@ -84,9 +88,154 @@ def test_without_arguments_it_explains_itself_and_fails(capsys: pytest.CaptureFi
     assert main(["--help"]) == 0 and main(["--version"]) == 0
 
 
-def test_a_mistyped_verb_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verfiy"]) == 2
-    assert "did you mean 'verify'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["verfiy"], "; did you mean 'verify'?"),
+        (["check-confg"], "; did you mean 'check-config'?"),
+        (["stauts1"], "; did you mean 'status'?"),
+        (["--json", "--config", "x", "doktor"], "; did you mean 'doctor'?"),
+        (["129x"], ""),
+        (["0x81"], ""),
+        (["１２９"], ""),
+        (["help", "explian"], "; did you mean 'explain'?"),
+    ],
+)
+def test_a_mistyped_verb_is_guessed(capsys: pytest.CaptureFixture[str], words: list[str], hint: str) -> None:
+    assert main([word for word in words if word != "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and "a verb" in err and (hint or "verb (see --help)") in err
+    assert ("did you mean" in err) == bool(hint)
+    if "--json" in words:
+        assert main(words) == 2
+        assert hint in json.loads(capsys.readouterr().out)["message"]
+
+
+def test_a_verb_behind_a_container_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["129", "ps"])
+    assert "did you mean pve-gpu-release ps ...?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["129", "--dryrun"], "unknown option '--dryrun'; did you mean --dry-run?"),
+        (["129", "--tim", "3"], "unknown option '--tim'; did you mean --timeout?"),
+        (["--no-deamon", "129"], "unknown option '--no-deamon'; did you mean --no-daemon?"),
+        (["129", "--gpus=0"], "unknown option '--gpus'; did you mean --gpu?"),
+        (["129", "--xyzzy"], "unknown option '--xyzzy' (see"),
+        (["ps", "--jsn"], "did you mean --json?"),
+        (["map", "--verbos"], "did you mean --verbose?"),
+        (["status", "--wach"], "did you mean --watch?"),
+        (["verify", "--no-verify-mem"], "did you mean --no-verify-memory?"),
+        (["wait", "--fre", "1"], "did you mean --free?"),
+        (["log", "--folow"], "did you mean --follow?"),
+        (["explain", "--fille", "x"], "did you mean --file?"),
+        (["check-config", "--verbos"], "did you mean --verbose?"),
+        (["hook", "status", "--al"], "did you mean --all?"),
+        (["doctor", "--conifg", "x"], "did you mean --config?"),
+        (["hook", "enabel", "129"], "'enabel' is not one of enable, disable, status; did you mean 'enable'?"),
+        (["hook"], "required: enable|disable|status"),
+        (["log", "-o", "jsn"], "did you mean 'json'?"),
+    ],
+)
+def test_a_mistyped_option_is_guessed(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == "" and len(err.splitlines()) == 1 and says in err
+
+
+NONSENSE = [
+    *(["129", "--pid", text] for text in ("x", "", "0", "-1", "host:", "host:0", "host:host:1", "²", "4194305", "1_0")),
+    *(["129", "--gpu", text] for text in ("", " ", "nvidia0", "-1", "1234567", "GPU-", "3b:00.9", "²")),
+    *(["129", "--grace", text] for text in ("nan", "inf", "-1", "", "s", "1_0", "１", "infinity", "1e5", "0x1")),
+    *(["129", "--timeout", text] for text in ("0", "0.0", "-0", "1e-999", "nan")),
+    *(["129", "--gpu", "0", "--gpu", "1"], ["verify", "129", "--pid", "1", "--pid", "2"]),
+    *(["129", "--config", ""], ["check-config", ""], ["log", "--file", ""], ["explain", "x", "--file", ""]),
+    *(["map", "129", text] for text in ("0", "x", "host:1", "4194305")),
+    *(["wait", "--gpu", "x"], ["wait", "129", "--free", ""], ["wait", "129", "--free", "-1"], ["wait", "129", "--timeout", "x"]),
+    *(["hook", "enable", "129", "--chain-limit", text] for text in ("0", "1.5", "-1", "")),
+    *(["status", "--interval", "nan"], ["9" * 5000], ["129", "9" * 5000]),
+]
+
+
+@pytest.mark.parametrize("words", NONSENSE, ids=lambda words: " ".join(words)[:40])
+def test_nonsense_is_refused_before_anything_is_looked_at(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    try:
+        status: object = main(words)
+    except SystemExit as exc:
+        status = exc.code
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and len(err.splitlines()) == 1 and len(err) < 500, err
+
+
+@pytest.mark.parametrize(
+    "words", [["--since", ""], ["--since", "soon"], ["-n", "-5"], ["--release", "xyz"], ["--release", ""]]
+)
+def test_nonsense_of_log(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(["log", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pve-gpu-release: cannot ") and len(err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("words", [["129", "--grace", "\udcff"], ["\udcff"], ["129", "--\udcff"], ["hook", "\udcff"]])
+def test_bytes_that_are_no_text_are_shown_as_bytes(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    try:
+        main(words)
+    except SystemExit:
+        pass
+    err = capsys.readouterr().err
+    assert "\\xff" in err and "udcff" not in err
+
+
+def test_every_error_of_the_command_line_is_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["129", "--pid", "x"], ["129", "--dryrun"], ["ps", "x"], ["stauts"], ["hook"], ["--"], ["help", "x"]):
+        try:
+            status: object = main(["--json", *words] if words[0] != "help" else [*words, "--json"])
+        except SystemExit as exc:
+            status = exc.code
+        out, err = capsys.readouterr()
+        assert (status, err, json.loads(out)["reason"]) == (2, "", "usage"), words
+
+
+def every_valued_option() -> set[str]:
+    found: set[str] = set()
+    for verb in VERBS:
+        parser = Parser()
+        module_of(verb).add_arguments(parser)
+        found |= {name for a in parser._actions if a.nargs is None and a.option_strings for name in a.option_strings}
+    return found
+
+
+def test_the_verb_is_found_behind_every_option_that_takes_a_value() -> None:
+    for option in every_valued_option() - {"-n"}:
+        assert split_verb([option, "status", "ps"])[0] == "ps", option
+
+
+def test_help_of_a_verb_in_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> str:
+        try:
+            status: object = main([*words])
+        except SystemExit as exc:
+            status = exc.code
+        assert not status, words
+        return capsys.readouterr().out
+
+    assert shown("help") == shown("--help") == shown("-h")
+    for verb in VERBS:
+        assert shown("help", verb) == shown(verb, "--help") == shown(verb, "help") != "", verb
+
+
+@pytest.mark.parametrize("words", [["help", "129"], ["help", "ps", "status"], ["help", "help"]])
+def test_help_of_what_is_no_verb(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_every_description_begins_as_a_sentence() -> None:
+    assert [verb for verb in VERBS if not module_of(verb).HELP[0].isupper() or not module_of(verb).HELP.endswith(".")] == []
 
 
 @pytest.mark.parametrize("verb", [v for v in VERBS if v != "release"])
@@ -102,11 +251,18 @@ def test_an_error_is_said_in_one_line_with_the_next_step(capsys: pytest.CaptureF
     assert captured.err == "pve-gpu-release: no container \\x1b[2J129\n  next: pct list\n" and captured.out == ""
 
 
-def test_an_error_is_json_for_programs_but_not_for_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fail(BusyError("busy"), as_json=True, vmid=129) == 75
-    assert '"reason": "busy"' in capsys.readouterr().out
-    assert fail(UsageError("cannot select"), as_json=True) == 2
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(BusyError("busy"), 75), (UsageError("cannot select"), 2), (ConfigError("cannot read x"), 2), (PgrError("bug"), 1)],
+)
+def test_every_error_is_one_object_for_programs(
+    capsys: pytest.CaptureFixture[str], error: PgrError, status: int
+) -> None:
+    assert fail(error, as_json=True, vmid=129) == status
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == "" and found["schema"] == 1 and found["verdict"] is None
+    assert (found["reason"], found["vmid"], found["message"]) == (error.reason, 129, error.message)
 
 
 def test_the_status_of_a_result() -> None:
@@ -138,8 +294,10 @@ def test_quiet_says_only_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_reader_that_went_away_is_no_failure(result: dict[str, Any]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as out:
-        Renderer(out, io.StringIO()).report(result)
+    out = Output(writer)
+    Renderer(out, io.StringIO()).report(result)  # type: ignore[arg-type]
+    os.close(writer)
+    assert isinstance(out.lost, BrokenPipeError)
 
 
 def test_words() -> None:
@@ -162,12 +320,67 @@ def test_tracebacks_stay_off_the_terminal() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_pipe_is_told_as_a_shell_would() -> None:
+SHOWN: list[list[str]] = [["-h"], ["--version"], ["help", "ps"], *([verb, "-h"] for verb in VERBS)]
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=" ".join)
+def test_a_closed_pipe_does_no_harm(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([*command(), "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([*command(), *words], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert done.returncode == 141 and done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=" ".join)
+def test_a_full_disk_is_a_failure_of_what_only_shows(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command(), *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "pve-gpu-release: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_full_disk_changes_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("x: 1\n")
+    with open("/dev/full", "w") as full:
+        for file, status in (("bad", 2), ("none", 2)):
+            words = ["check-config", "--json", str(tmp_path / file)]
+            done = subprocess.run([*command(), *words], stdout=full, stderr=subprocess.PIPE, text=True)
+            assert done.returncode == status and done.stderr.endswith("No space left on device\n")
+        (tmp_path / "good").write_text("ladder: {grace: 3}\n")
+        done = subprocess.run([*command(), "check-config", str(tmp_path / "good")], stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 0 and b"cannot write" in done.stderr
+
+
+def test_a_pipe_that_somebody_made_non_blocking_gets_everything() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    out = Output(writer)
+    with subprocess.Popen(["wc", "-c"], stdin=reader, stdout=subprocess.PIPE) as counting:
+        os.close(reader)
+        for _ in range(100):
+            out.write("x" * 10_000)
+        out.flush()
+        os.close(writer)
+        assert counting.stdout is not None and int(counting.stdout.read()) == 1_000_000
+    assert out.lost is None
+
+
+def test_what_the_encoding_lacks_is_written_as_an_escape() -> None:
+    reader, writer = os.pipe()
+    out = Output(writer, "ascii")
+    out.write("größe … \udcff")
+    out.flush()
+    assert os.read(reader, 100) == b"gr\\xf6\\xdfe \\u2026 \\udcff"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_an_interruption_and_a_bug_are_json_for_programs() -> None:
+    for what, status, reason in (("KeyboardInterrupt", 130, "interrupted"), ("MemoryError", 1, "internal-error")):
+        code = f"import hostd.cli.main as m\ndef main(argv): raise {what}\nm.main = main; m.entry()"
+        done = subprocess.run([sys.executable, "-c", code, "129", "--json"], capture_output=True, text=True)
+        assert (done.returncode, json.loads(done.stdout)["reason"], done.stderr) == (status, reason, "")
 
 
 def test_missing_streams_are_made_before_anything_is_opened() -> None:

@@ -219,7 +219,7 @@ class TestRealJournal:
             ("aa", "2 begin so"),
             ("bb", "cannot find release bb in the journal"),
             ("bb111111-0000-4000-8000-000000000000", "cannot find release bb111111"),
-            ("999", "cannot find a release of container 999"),
+            ("999", "cannot find a release of container 999 in the journal: none is there yet"),
             ("x\x1b", "cannot take 'x\\x1b' for a release id"),
             ("", "cannot take ''"),
         ],

@@ -1,0 +1,32 @@
+"""Ctrl-C where nothing is in flight: a KeyboardInterrupt, and a mark that it came.
+
+The mark is for code that turns the exception into another one, as class creation does (`RuntimeError: Error calling
+__set_name__`, Python 3.11), or that was left before anybody could catch it. While a release is in flight, `Cancel` and
+`remote` have handlers of their own, and leave the mark too: it may come too late for this release, and ends the run.
+"""
+
+from __future__ import annotations
+
+import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+
+came = False
+
+
+def install(*signals: int) -> None:
+    for number in signals or (signal.SIGINT,):
+        signal.signal(number, interrupt)
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    global came
+    came = True
+    raise KeyboardInterrupt
+
+
+def ignore() -> None:
+    """What comes after the interruption has been understood is to be said in peace."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
