@@ -10,12 +10,13 @@ from typing import Any
 
 from hostd import audit
 from hostd.cancel import Cancel
+from hostd.climb import Subject
 from hostd.errors import NoSuchContainerError, NotPermittedError, UnreadableError, UsageError
 from hostd.events import Fanout, Listener, Silent
 from hostd.ladder import Options, Resume
 from hostd.lock import RUN_DIR, ReleaseLock, acquire, ensure_run_dir, is_held
 from hostd.model import BlindSpot
-from hostd.release import Release, Subject
+from hostd.release import Release
 from hostd.sources import Sources
 from hostd.store import Recorder, Store, parse_resume
 from hostd.system.journal import Journal

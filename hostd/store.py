@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hostd.clock import boot_ticks_now
 from hostd.events import Silent
 from hostd.ladder import Resume
 from hostd.lock import RUN_DIR, ensure_run_dir
@@ -186,8 +187,6 @@ class Recorder(Silent):
         """Why the record could not be written at some time; empty when it always was."""
 
     def started(self, report: Report) -> None:
-        from hostd.release import boot_ticks_now
-
         before = self._store.read(report.release_id)
         self._record = {
             "release_id": report.release_id,

@@ -11,6 +11,7 @@ from typing import Any
 
 from hostd import audit
 from hostd.cancel import Cancel
+from hostd.climb import Subject
 from hostd.config import Config, ContainerSettings
 from hostd.engine import configured_minors
 from hostd.errors import BusyError, InterruptedRelease, UnreadableError
@@ -35,7 +36,6 @@ from hostd.lock import RUN_DIR, ReleaseLock, acquire, try_lock
 from hostd.model import HolderReport, Observation, Report
 from hostd.nodes import MadeNodes, missing_paths
 from hostd.observe import Observer
-from hostd.release import Subject
 from hostd.sources import Sources
 from hostd.store import Recorder, Store, parse_resume
 from hostd.system.journal import Journal

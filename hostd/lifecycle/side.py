@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from hostd.cancel import Cancel
+from hostd.climb import Subject
+from hostd.clock import boot_ticks_now
 from hostd.events import Listener
 from hostd.judge import Selection
 from hostd.ladder import Options, Resume
 from hostd.lifecycle.clearing import SETTLE_S, Cleared, Taken, clear, container_runs
 from hostd.lifecycle.records import Snapshot, pairs
-from hostd.model import Holder, Observation, Process, ProcessRef, RungRecord, Step
-from hostd.release import Release, Subject, _State, boot_ticks_now
+from hostd.model import Observation, Process, ProcessRef, RungRecord, Step
+from hostd.release import Release
 from hostd.sources import Sources, read_driver
 from hostd.system.cgroupfs import ContainerCgroup, owner_of
 from hostd.system.pidfd import Pinned, wait_any
@@ -59,53 +61,45 @@ class SideRelease(Release):
         """The look that the verdict rests on."""
         self.runs: ProcessRef | None = None
         """Init of the container when it runs (again): then nothing was touched."""
-        self._dealt: dict[ProcessRef, Holder] = {}
-        self._killed: set[ProcessRef] = set()
         self._used_before: dict[int, int] = {}
 
     def _run(self) -> None:
-        if self.plan.snapshot is not None:
-            self._dealt = {h.ref: h.holder(self.subject.vmid) for h in self.plan.snapshot.holders}
-            self._baseline = pairs(self.plan.snapshot.baseline_mib) | self._baseline
+        climb, snapshot = self.climb, self.plan.snapshot
+        if snapshot is not None:
+            climb.dealt = {h.ref: h.holder(climb.subject.vmid) for h in snapshot.holders}
+            climb.baseline_mib = pairs(snapshot.baseline_mib) | climb.baseline_mib
         for minor, mib in self.plan.baseline_mib.items():
-            self._baseline.setdefault(minor, mib)
+            climb.baseline_mib.setdefault(minor, mib)
         self._clear()
         self._end_strays()
-        limits = self.options.limits
-        first = self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
-        self.runs = container_runs(self.sources, self.subject.vmid)
+        first = climb.look_first()
+        self.runs = container_runs(climb.sources, climb.subject.vmid)
         if self.runs is not None:
-            self.selection = Selection(pids=frozenset())  # whatever holds a GPU now belongs to the new run
-        state = self._state(first)
-        self._climbing = state, first
-        holders = self._selected(first)
-        self.report.was_held = bool(self._dealt or holders) or bool(self.resume and self.resume.was_held)
-        self.listener.observed(self.report, first, holders)
-        last = self._climb(state, first)
-        self.last = last
-        self._conclude(state, last)
+            climb.selection = Selection(pids=frozenset())  # whatever holds a GPU now belongs to the new run
+        self._begin(first)
+        holders = climb.selected(first)
+        self.report.was_held = bool(climb.dealt or holders) or bool(climb.resume and climb.resume.was_held)
+        climb.listener.observed(self.report, first, holders)
+        self.last = self._climb_all(first)
+        self._conclude(self.last)
 
-    def _state(self, first: Observation) -> _State:
-        state = _State(first, self._begun_s, self._begun_s + self.options.limits.timeout_s)
-        state.asked_last = first
-        state.minors = set(self.subject.own_minors) | self._minors_of(self._selected(first))
-        state.minors |= self._minors_of(self._dealt.values())
+    def _begin(self, first: Observation) -> None:
+        climb = self.climb
+        climb.begin(first)
+        climb.minors |= climb.subject.own_minors | climb.minors_of([*climb.selected(first), *climb.dealt.values()])
         if self.plan.snapshot is not None:
-            state.minors |= set(self.plan.snapshot.minors)
-        if self.resume is not None:
-            state.minors |= self.resume.minors
-        state.dealt = dict(self._dealt)
-        state.killed = set(self._killed)
-        state.stuck = [stuck for cleared in self.cleared for stuck in cleared.stuck]
+            climb.minors |= set(self.plan.snapshot.minors)
+        if climb.resume is not None:
+            climb.minors |= climb.resume.minors
+        climb.stuck = [stuck for cleared in self.cleared for stuck in cleared.stuck]
         for gpu in first.gpus:
             # Nobody else is on it: whatever stays in use was the container's, and none of it is a baseline.
-            if gpu.info.minor in state.minors and not gpu.foreign_clients:
-                self._baseline.setdefault(gpu.info.minor, 0)
-        return state
+            if gpu.info.minor in climb.minors and not gpu.foreign_clients:
+                climb.baseline_mib.setdefault(gpu.info.minor, 0)
 
-    def _fill(self, state: _State, last: Observation) -> None:
+    def _fill(self, last: Observation) -> None:
         """The report's "before" is the snapshot's: before the stop, not before our first look after it."""
-        super()._fill(state, last)
+        super()._fill(last)
         used = pairs(self.plan.snapshot.used_mib) if self.plan.snapshot is not None else {}
         used = self._used_before | used
         for gpu in self.report.gpus:
@@ -120,36 +114,36 @@ class SideRelease(Release):
                 self._clear_one(cgroup)
 
     def _clear_one(self, cgroup: ContainerCgroup) -> None:
-        record = RungRecord(Step.CGROUP_KILL, self._now_ms())
+        record = RungRecord(Step.CGROUP_KILL, self.climb.now_ms())
 
         def begin(processes: list[Process]) -> None:
             self._look_before(processes)
-            record.at_ms = self._now_ms()
+            record.at_ms = self.climb.now_ms()
             record.targets = [p.pid for p in processes]
             record.sent = len(processes)
             record.note = f"{cgroup.path}: " + ", ".join(f"{p.pid} ({p.comm})" for p in processes[:8])
             self.report.rungs.append(record)
-            self.listener.rung_begun(self.report, record, ())
-            self._killed |= {p.ref for p in processes}
+            self.climb.listener.rung_begun(self.report, record, ())
+            self.climb.killed |= {p.ref for p in processes}
 
-        limits = self.options.limits
+        limits = self.climb.options.limits
         cleared = clear(
-            self.sources,
+            self.climb.sources,
             cgroup,
             settle_s=self.plan.settle_s,
             grace_s=limits.kill_grace_s,
-            deadline_s=self._begun_s + limits.timeout_s,
-            may_kill=lambda: container_runs(self.sources, self.subject.vmid) is None,
+            deadline_s=self.climb.begun_s + limits.timeout_s,
+            may_kill=lambda: container_runs(self.climb.sources, self.climb.subject.vmid) is None,
             before_kill=begin,
-            check=self.cancel.check,
+            check=self.climb.cancel.check,
         )
         if record.targets:
             left = {s.ref for s in cleared.stuck}
             record.gone = (
                 sum(1 for p in cleared.processes if p.ref not in left) if not cleared.empty else len(record.targets)
             )
-            record.waited_ms = self._now_ms() - record.at_ms
-            self.listener.rung_done(self.report, record)
+            record.waited_ms = self.climb.now_ms() - record.at_ms
+            self.climb.listener.rung_done(self.report, record)
         if cleared.processes or cleared.stuck or cleared.blind_spots:
             self.cleared.append(cleared)
             self.report.blind_spots += cleared.blind_spots
@@ -157,32 +151,32 @@ class SideRelease(Release):
 
     def _look_before(self, processes: Iterable[Process]) -> None:
         """Who of those that are about to be killed holds a GPU, and what is in use without them."""
-        before = self.observer.look()
+        before = self.climb.observer.look()
         refs = {p.ref for p in processes}
         for holder in before.holders:
             if holder.ref in refs or holder.targetable:
-                self._dealt.setdefault(holder.ref, holder)
+                self.climb.dealt.setdefault(holder.ref, holder)
         for gpu in before.gpus:
             if gpu.used_mib is not None:
                 self._used_before.setdefault(gpu.info.minor, gpu.used_mib)
             if gpu.baseline_mib is not None:
-                self._baseline.setdefault(gpu.info.minor, gpu.baseline_mib if gpu.foreign_clients else 0)
+                self.climb.baseline_mib.setdefault(gpu.info.minor, gpu.baseline_mib if gpu.foreign_clients else 0)
 
     def _end_strays(self) -> None:
         """Holders of the snapshot that live outside the container's cgroup: members of its PID namespace by then.
 
         They die with the container's init; one that is still there is stuck, or the init was not its own.
         """
-        strays = [h for h in self._dealt.values() if self._is_stray(h.ref)]
-        if not strays or container_runs(self.sources, self.subject.vmid) is not None:
+        strays = [h for h in self.climb.dealt.values() if self._is_stray(h.ref)]
+        if not strays or container_runs(self.climb.sources, self.climb.subject.vmid) is not None:
             return
-        record = RungRecord(Step.KILL, self._now_ms(), [h.process.pid for h in strays])
+        record = RungRecord(Step.KILL, self.climb.now_ms(), [h.process.pid for h in strays])
         self.report.rungs.append(record)
-        self.listener.rung_begun(self.report, record, strays)
+        self.climb.listener.rung_begun(self.report, record, strays)
         pins = [pin for h in strays if (pin := Pinned.pin(h.ref, self._recheck_stray)) is not None]
         try:
             record.sent = sum(1 for pin in pins if pin.send(9))
-            end_s = time.monotonic() + self.options.limits.kill_grace_s
+            end_s = time.monotonic() + self.climb.options.limits.kill_grace_s
             left = list(pins)
             while left and time.monotonic() < end_s:
                 gone = wait_any(left, min(0.1, end_s - time.monotonic()))
@@ -191,17 +185,17 @@ class SideRelease(Release):
         finally:
             for pin in pins:
                 pin.close()
-        record.waited_ms = self._now_ms() - record.at_ms
-        self.listener.rung_done(self.report, record)
+        record.waited_ms = self.climb.now_ms() - record.at_ms
+        self.climb.listener.rung_done(self.report, record)
 
     def _is_stray(self, ref: ProcessRef) -> bool:
         if ref.start_time > boot_ticks_now() or self._recheck_stray(ref.pid) != ref:
             return False
-        scan = self.sources.scanner.scan([ref.pid], frozenset(read_driver([]).by_major))
+        scan = self.climb.sources.scanner.scan([ref.pid], frozenset(read_driver([]).by_major))
         return bool(scan.open.get(ref.pid))
 
     def _recheck_stray(self, pid: int) -> ProcessRef | None:
-        process = self.sources.procfs.read_process(pid)
+        process = self.climb.sources.procfs.read_process(pid)
         if process is None or process.is_zombie or owner_of(process.cgroup) is not None:
             return None
         return process.ref if process.ns_pids else None

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hostd import audit
+from hostd.clock import boot_ticks_now
 from hostd.engine import reset_records
 from hostd.lifecycle.event import STOP_PHASES
 from hostd.lock import RUN_DIR, read_owner, try_lock
 from hostd.model import Report
-from hostd.release import boot_ticks_now
 from hostd.service.interface import INTERFACE
 from hostd.service.processes import when_ended
 from hostd.service.server import Caller, Server

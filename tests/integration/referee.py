@@ -33,7 +33,8 @@ def main(root: str) -> None:
     from hostd.events import Silent
     from hostd.ladder import Limits, Options
     from hostd.model import Holder, Report, RungRecord
-    from hostd.release import Effects, Release
+    from hostd.release import Release
+    from hostd.rungs import Effects
     from hostd.sources import Sources, open_sources
     from hostd.stopunit import Stopped, UnitStopper
     from hostd.system.pidfd import Pinned

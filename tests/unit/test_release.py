@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from hostd.cancel import Cancel
+from hostd.climb import Subject
+from hostd.clock import boot_ticks_now
 from hostd.errors import UnreadableError
 from hostd.events import Silent
 from hostd.ladder import Limits, Options, Resume, rungs_for
 from hostd.model import Evidence, Holder, Observation, Process, ProcessRef, Report, RungRecord, Step
-from hostd.release import Effects, Release, Subject, boot_ticks_now, spare_descriptors
+from hostd.release import Release
+from hostd.rungs import Effects, spare_descriptors
 from hostd.sources import Sources
 from hostd.system.nvml import Nvml
 from hostd.system.pidfd import Pinned
@@ -160,7 +163,7 @@ def release(
     **options: Any,
 ) -> tuple[Report, Looks]:
     own = cancel or Cancel()
-    climb = Release(
+    made = Release(
         sources,
         Subject(129),
         Options(limits=limits, **options),
@@ -172,9 +175,9 @@ def release(
         kmsg=kmsg,
     )
     looks = Looks(script)
-    climb.observer = looks  # type: ignore[assignment]
+    made.climb.observer = looks  # type: ignore[assignment]
     try:
-        return climb.run(), looks
+        return made.run(), looks
     finally:
         if cancel is None:
             own.close()
