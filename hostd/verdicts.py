@@ -189,8 +189,7 @@ _ROWS = (
         U,
         4,
         "container {vmid}: no holder is left, but NVML is not installed here ({detail})",
-        "install the driver's libnvidia-ml.so.1 and python3-pynvml (Debian, contrib); accept it without: "
-        "--no-verify-memory",
+        "pve-gpu-release doctor names what brings it beside this node's driver; accept it without: --no-verify-memory",
     ),
     Reason(
         "gpu-lost",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hostd.doctor import origin
 from hostd.doctor.facts import Facts, Look
 from hostd.doctor.finding import Blind, CannotLookError, Results, Skipped
 from hostd.doctor.kinds import found
@@ -24,6 +25,8 @@ ACTIONS = {
 }
 """Values of field 230 (FACTS) but 0, none."""
 KERNEL_LOG_BYTES = 32 << 20
+NO_MODULE = "cannot import pynvml"
+"""As the NVML child says it."""
 NO_DRIVER = Skipped("no driver is loaded")
 
 
@@ -60,9 +63,15 @@ def nvml(facts: Facts) -> Results:
         evidence = f"{spot.what}: {spot.error}"
         if spot.code == "driver-mismatch":
             evidence += f"; kernel module {devices.read_driver_version() or 'of unknown version'}"
-        yield found(codes.get(spot.code, "nvml-silent"), evidence)
+        command = _library_command(spot.error) if spot.code == "nvml-missing" else ""
+        yield found(codes.get(spot.code, "nvml-silent"), evidence, command=command)
     if not look.snapshot.blind_spots and look.took_s is not None and look.took_s >= SLOW_S:
         yield found("nvml-slow", f"first answer after {look.took_s:.1f} s", took=f"{look.took_s:.1f} s")
+
+
+def _library_command(error: str) -> str:
+    came_from = origin.read_origin()
+    return origin.pynvml_advice(came_from) if NO_MODULE in error else origin.library_advice(came_from)
 
 
 def persistence(facts: Facts) -> Results:
@@ -74,7 +83,8 @@ def persistence(facts: Facts) -> Results:
             name = gpu_name(gpu.info)
             yield found("persistence-off", f"{name}: persistence mode disabled", gpu=name, uuid=gpu.info.uuid)
     if PERSISTENCED not in facts.get("commands").values():
-        yield found("persistenced-absent", "no process of that name")
+        command = origin.persistenced_advice(origin.read_origin())
+        yield found("persistenced-absent", "no process of that name", command=command)
 
 
 def health(facts: Facts) -> Results:

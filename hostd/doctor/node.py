@@ -6,6 +6,7 @@ import os
 import re
 import socket
 
+from hostd.doctor import origin
 from hostd.doctor.facts import Facts
 from hostd.doctor.finding import Results
 from hostd.doctor.kinds import found
@@ -63,7 +64,7 @@ def systemd(facts: Facts) -> Results:
         yield found("no-systemd", "/run/systemd/system does not exist")
 
 
-def modules(_facts: Facts) -> Results:
+def modules(facts: Facts) -> Results:
     """Runs in a helper process: a module that hangs or ends the process harms nobody."""
     from importlib import import_module
 
@@ -72,7 +73,11 @@ def modules(_facts: Facts) -> Results:
             try:
                 import_module(name)
             except Exception as exc:  # noqa: BLE001 - missing or broken, in whatever way
-                yield found(code, f"import {name}: {type(exc).__name__}: {exc}")
+                evidence = f"import {name}: {type(exc).__name__}: {exc}"
+                if code != "pynvml-missing":
+                    yield found(code, evidence)
+                elif facts.driver.present:  # nothing can be asked without a driver
+                    yield found(code, evidence, command=origin.pynvml_advice(origin.read_origin()))
                 break
 
 

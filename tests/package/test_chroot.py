@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from tests.package.chroot import REPOSITORY, Chroot
 from tests.package.conftest import OLD_VERSION
 
 pytestmark = pytest.mark.node
+PACKAGED = """
+cat >>/var/lib/dpkg/status <<END
+
+Package: libnvidia-ml1
+Status: install ok installed
+Maintainer: nobody <nobody@localhost>
+Architecture: amd64
+Version: 535
+Provides: libnvidia-ml.so.1 (= 535)
+Description: stands in
+END
+"""
 AUTOPKGTESTS = REPOSITORY / "packaging/debian/tests"
 
 
@@ -34,6 +47,18 @@ def test_the_package_has_what_the_product_has(package: Path) -> None:
     assert [name for name in names if "dist-packages" in name or "__pycache__" in name or "/tests/" in name] == []
 
 
+LINKS = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+
+
+def test_pages_of_the_installed_documentation_link_to_each_other(package: Path, tmp_path: Path) -> None:
+    subprocess.run(["dpkg-deb", "--extract", str(package), str(tmp_path)], check=True)
+    folder = tmp_path / "usr/share/doc/pve-gpu-release"
+    pages = sorted(folder.rglob("*.md"))
+    assert {"README.md", "docs/operations.md", "docs/verdicts.md"} <= {str(p.relative_to(folder)) for p in pages}
+    missing = [(p.name, to) for p in pages for to in LINKS.findall(p.read_text()) if not (p.parent / to).exists()]
+    assert missing == []
+
+
 @pytest.mark.smoke
 def test_it_installs_answers_and_says_what_is_missing(chroot: Chroot, package: Path) -> None:
     chroot.install(package)
@@ -44,6 +69,27 @@ def test_it_installs_answers_and_says_what_is_missing(chroot: Chroot, package: P
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
     log = chroot.run("pve-gpu-release log", check=False)
     assert log.returncode == 4 and "journalctl" in log.stderr and "Traceback" not in log.stderr
+
+
+@pytest.mark.parametrize(
+    "driver, expected, forbidden",
+    [
+        ("", "no NVIDIA driver is loaded", "pip"),
+        ("touch /usr/bin/nvidia-installer", "pip install --break-system-packages nvidia-ml-py", "install python3-pynvml"),
+        (PACKAGED, "apt install python3-pynvml", "pip"),
+    ],
+    ids=["no driver", "driver of NVIDIA's installer", "driver from packages"],
+)
+def test_installing_says_what_brings_pynvml_beside_this_driver(
+    chroot: Chroot, package: Path, driver: str, expected: str, forbidden: str
+) -> None:
+    path = chroot.copy_in(package)
+    if driver:
+        driver += "\nprintf 'Character devices:\\n195 nvidia\\n' >/tmp/devices; mount --bind /tmp/devices /proc/devices"
+    said = chroot.run(f"{driver}\napt-get install -y --no-install-recommends {path} 2>&1").stdout
+    ours = "\n".join(line for line in said.splitlines() if line.startswith(("pve-gpu-release: ", "  mend it: ")))
+    assert expected in ours and forbidden not in ours, said
+    assert "python3-yaml" in ours and "Traceback" not in said
 
 
 def test_the_daemon_runs_without_systemd(chroot: Chroot, package: Path) -> None:

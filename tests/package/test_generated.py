@@ -165,11 +165,13 @@ def third_party(names: set[str]) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"hostd"}
 
 
-def test_every_foreign_module_is_a_recommended_package() -> None:
+def test_every_foreign_module_is_a_recommended_package_but_for_the_driver_s() -> None:
     used: set[str] = set()
     for path in (REPOSITORY / "hostd").rglob("*.py"):
         used |= third_party(set().union(*imports(path)))
-    assert {DEBIAN_NAMES[name] for name in used} <= set(field("Recommends").split(", "))
+    assert {DEBIAN_NAMES[name] for name in used} - {"python3-pynvml"} <= set(field("Recommends").split(", "))
+    assert "python3-pynvml" in field("Suggests").split(", "), "its dependencies would uninstall a .run driver"
+    assert not any("pynvml" in field(name) or "nvidia" in field(name) for name in ("Depends", "Recommends"))
 
 
 def test_a_release_needs_nothing_but_the_interpreter() -> None:

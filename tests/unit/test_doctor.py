@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hostd.cli.doctor import lines
-from hostd.doctor import containers, devices, driver, hooks, node
+from hostd.doctor import containers, devices, driver, hooks, node, origin
 from hostd.doctor.cluster import Volume, parse_pci_mappings, parse_storages, parse_volume
 from hostd.doctor.commands import run_tool
 from hostd.doctor.facts import Facts, parse_majors
@@ -47,6 +48,46 @@ def test_the_page_is_what_the_table_says() -> None:
     code = "import sys; sys.path.insert(0, '.'); import tools.docs as d; print(d.PAGES['docs/doctor.md'](), end='')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == (REPOSITORY / "docs/doctor.md").read_text(), "run tools/docs.py"
+
+
+# --- where the driver came from --------------------------------------------------------------------------------------
+
+PACKAGED = "installed\tlibnvidia-ml1\tlibnvidia-ml.so.1 (= 535.261.03)\ninstalled\tnvidia-alternative\t\n"
+OTHERS = "not-installed\tlibnvidia-ml1\t\nconfig-files\tlibnvidia-tesla-ml1\tlibnvidia-ml.so.1\ninstalled\tnvidia-modprobe\t\n"
+
+
+def test_a_package_with_the_library_is_told_from_its_name_or_what_it_provides() -> None:
+    assert origin.parse_packages(PACKAGED)
+    assert origin.parse_packages("installed\tlibnvidia-compute-570\tlibcuda1 (= 570.1), libnvidia-ml.so.1\n")
+    assert not origin.parse_packages(OTHERS)
+    assert not origin.parse_packages("")
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ([], origin.Origin.NONE),
+        (["usr/bin/nvidia-installer"], origin.Origin.INSTALLER),
+        (["usr/bin/nvidia-uninstall"], origin.Origin.INSTALLER),
+        (["usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"], origin.Origin.INSTALLER),
+        (["usr/lib64/libnvidia-ml.so.1"], origin.Origin.INSTALLER),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_library_that_dpkg_does_not_know_is_the_installer_s(
+    tmp_path: Path, files: list[str], expected: origin.Origin
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert origin.read_origin(str(tmp_path)) is expected
+
+
+def test_nothing_of_debian_s_driver_is_advised_beside_one_of_the_installer() -> None:
+    for advise in (origin.pynvml_advice, origin.persistenced_advice, origin.library_advice):
+        said = advise(origin.Origin.INSTALLER)
+        assert not re.search(r"apt install (?!--no-install-recommends python3-pip)", said), said
+    assert origin.pynvml_advice(origin.Origin.PACKAGES).startswith("apt install python3-pynvml")
 
 
 # --- the runner ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ ROWS = (
     Kind(
         "nvml-missing", E, "nvml",
         "NVML cannot be used: the driver cannot be asked",
-        "install the driver's library libnvidia-ml.so.1 of the same version as the kernel module, and python3-pynvml",
+        "{command}",
         "Holders are found, but that the memory came back cannot be proven: verdicts are `unknown`.",
         "nvmlInit",
     ),
@@ -67,9 +67,9 @@ ROWS = (
     Kind(
         "persistenced-absent", N, "persistence",
         "nvidia-persistenced does not run",
-        "apt install nvidia-persistenced && systemctl enable --now nvidia-persistenced",
+        "{command}",
         "Persistence mode set by hand is gone after a reboot.",
-        "names of processes",
+        "names of processes; where the driver came from, as for pynvml-missing",
     ),
     Kind(
         "gpu-lost", E, "gpu-health",

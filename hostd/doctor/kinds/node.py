@@ -69,9 +69,10 @@ ROWS = (
         "pynvml-missing", E, "modules",
         "the Python module pynvml cannot be used: the driver cannot be asked, every verdict without holders is "
         "`unknown`",
-        "apt install python3-pynvml (Debian section contrib)",
-        "Holders are still found and ended; that the memory came back cannot be proven.",
-        "import pynvml in a helper process",
+        "{command}",
+        "Holders are still found and ended; that the memory came back cannot be proven. The command depends on where the "
+        "driver came from: [nvml-missing](operations.md#nvml-missing).",
+        "import pynvml in a helper process; dpkg-query, /usr/bin/nvidia-installer, libnvidia-ml.so.1",
     ),
     Kind(
         "yaml-missing", W, "modules",
