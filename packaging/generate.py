@@ -20,7 +20,7 @@ import hostd  # noqa: E402
 from hostd.cli.parser import Parser  # noqa: E402
 from hostd.cli.main import VERBS  # noqa: E402
 from hostd.config import DEFAULT_PATH, reference_rows  # noqa: E402
-from hostd.verdicts import REASONS  # noqa: E402
+from hostd.verdicts import EXIT_PRECEDENCE, REASONS  # noqa: E402
 
 STATUSES = {
     0: "Released: a fresh look found no holder and the driver gave the memory back (also when nothing was held).",
@@ -201,6 +201,7 @@ def man_pages(date: str) -> Iterator[tuple[str, str]]:
         "RELEASE_OPTIONS": "\n".join(map(option_entry, every_option(found["release"]))),
         "VERBS": "\n".join(verb_section(verb, parser) for verb, parser in found.items() if verb != "release"),
         "EXIT_STATUS": exit_statuses(),
+        "EXIT_ORDER": ", ".join(map(str, EXIT_PRECEDENCE)),
         "SETTINGS": settings(),
         "DAEMON_OPTIONS": "\n".join(map(option_entry, actions(daemon_parser()))),
     }

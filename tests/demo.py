@@ -19,7 +19,7 @@ def say(text: str = "") -> None:
     print(f"{BOLD}{text}{OFF}" if text else "", flush=True)
 
 
-def run(where: Node | Container, shown: str, argv: list[str], *, lines: int | None = None) -> int:
+def run(where: Node | Container, shown: str, argv: list[str], *, lines: int | None = None, note: str = "") -> int:
     """Shows a command as an administrator would type it, runs it, shows its output."""
     print(f"{BOLD}# {shown}{OFF}", flush=True)
     done = where.run(argv, timeout=60)
@@ -28,7 +28,7 @@ def run(where: Node | Container, shown: str, argv: list[str], *, lines: int | No
         print(line)
     if lines is not None and len(output) > lines:
         print(f"{DIM}  ... {len(output) - lines} more lines{OFF}")
-    print(f"{DIM}exit status {done.returncode}{OFF}\n", flush=True)
+    print(f"{DIM}exit status {done.returncode}{note}{OFF}\n", flush=True)
     return done.returncode
 
 
@@ -68,7 +68,8 @@ def main() -> int:
 
         say("The job is killed inside the container, as everybody does it:")
         run(ct129, 'pct exec 129 -- bash -c "pkill -9 -f vllm; pkill -9 -f python3"',
-            ["bash", "-c", "pkill -9 -f '[v]llm'; pkill -9 -f '[p]ython3'"])  # fmt: skip
+            ["bash", "-c", "pkill -9 -f '[v]llm'; pkill -9 -f '[p]ython3'"],
+            note=" (of the second pkill: the first has killed the server, and no other process is called python3)")  # fmt: skip
         server.main.wait_gone()
 
         say("The API server is gone. The memory is not:")

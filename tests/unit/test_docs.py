@@ -12,7 +12,7 @@ import pytest
 
 from hostd.cli.main import VERBS, split_verb
 from hostd.cli.parser import Parser
-from hostd.verdicts import REASONS
+from hostd.verdicts import EXIT_PRECEDENCE, REASONS
 from tests.product_command import ROOT
 from tools.docs import PAGES
 
@@ -51,6 +51,17 @@ def test_every_exit_status_has_its_entry_in_the_operations_guide() -> None:
     text = (ROOT / "docs/operations.md").read_text()
     table = {int(n) for n in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     assert table == {row.exit_status for row in REASONS.values()}
+
+
+def test_the_readme_names_every_exit_status() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Exit status")[2]
+    table = re.search(r"^\|(( \d+ \|)+)$", section, re.MULTILINE)
+    assert table and {int(n) for n in re.findall(r"\d+", table[1])} == {row.exit_status for row in REASONS.values()}
+
+
+def test_the_order_of_exit_statuses_is_the_table_s() -> None:
+    order = ", ".join(map(str, EXIT_PRECEDENCE))
+    assert f"the worst status wins ({order})" in (ROOT / "docs/operations.md").read_text()
 
 
 @pytest.mark.parametrize("path", PEOPLE, ids=lambda p: p.name)
