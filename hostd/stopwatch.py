@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostd import audit
+from hostd.clock import boot_s
 from hostd.lifecycle.clearing import Taken, members
-from hostd.lifecycle.records import Records, Snapshot, Watched, boot_s
+from hostd.lifecycle.records import Records, Snapshot, Watched
 from hostd.model import Fate, Holder, HolderReport, Process, Stuck
 from hostd.observe import Observer
 from hostd.sources import Sources

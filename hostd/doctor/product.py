@@ -6,10 +6,11 @@ import os
 import stat
 from typing import Any
 
+from hostd.clock import boot_s
 from hostd.doctor.facts import Facts, Settings
 from hostd.doctor.finding import Results
 from hostd.doctor.kinds import found
-from hostd.lifecycle.records import Records, Started, Watched, boot_s
+from hostd.lifecycle.records import Records, Started, Watched
 from hostd.lock import RUN_DIR
 from hostd.store import Store
 from hostd.system.procfs import Procfs

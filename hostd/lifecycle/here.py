@@ -13,7 +13,8 @@ from hostd.cancel import Cancel
 from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, HookSettings, load
 from hostd.errors import PgrError
 from hostd.lifecycle.event import Event, Phase, parse_context
-from hostd.lifecycle.phases import PRE_STOP_S, Around, Lifecycle, guarded
+from hostd.lifecycle.handling import Around
+from hostd.lifecycle.phases import Lifecycle, guarded
 from hostd.nodes import make_nodes
 from hostd.sources import open_sources
 from hostd.system.journal import Journal
@@ -22,6 +23,8 @@ Json = dict[str, Any]
 LEAST_S = 5.0
 """Given to the work here, however much of the budget a silent daemon has used."""
 JOURNAL_S = 1.0
+PRE_STOP_S = 5.0
+"""The longest that pre-stop waits for the driver."""
 
 
 def deal_with(vmid: int, phase: str, source: str, context: dict[str, str], why: str, spent_s: float) -> Json:

@@ -6,22 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+from hostd.clock import boot_s
 from hostd.lock import RUN_DIR, ensure_run_dir
-from hostd.model import Evidence, Holder, Observation, Process, ProcessRef
+from hostd.model import Evidence, Holder, Process, ProcessRef
 
 Json = dict[str, Any]
 _MAX_BYTES = 1 << 20
-UNITS = ("pve-container@{}.service", "pve-container-debug@{}.service")
-INVOCATIONS = "/run/systemd/units"
-
-
-def boot_s() -> float:
-    """Seconds since boot, suspend included: comparable between processes."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True)
@@ -263,50 +256,6 @@ def refused_starts(run_dir: str = RUN_DIR) -> list[Json]:
     ]
 
 
-def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) -> Snapshot:
-    """What a look at a running container leaves for its stop. Pure but for the clock.
-
-    `earlier`: a pre-stop of the same incarnation (a shutdown that was given up): its holders and baselines stay, for a
-    second look may come when half of them are gone.
-    """
-    init = list(seen.init) if seen.init is not None else []
-    now = Snapshot(seen.vmid, boot_s(), invocation, init)
-    if earlier is not None and same_incarnation(earlier, now):
-        now.at_s = earlier.at_s
-        now.init = earlier.init or init
-    else:
-        earlier = None
-    known = {holder.ref: holder for holder in (earlier.holders if earlier else ())}
-    known |= {holder.ref: SeenHolder.of(holder) for holder in seen.holders}
-    now.holders = list(known.values())
-    minors = {m for holder in seen.holders for m in (*holder.gpus, *holder.open_gpus)}
-    now.minors = sorted(minors | set(earlier.minors if earlier else ()))
-    now.used_mib = [[g.info.minor, g.used_mib] for g in seen.gpus if g.used_mib is not None]
-    baseline = {g.info.minor: g.baseline_mib for g in seen.gpus if g.baseline_mib is not None}
-    baseline |= pairs(earlier.baseline_mib) if earlier else {}
-    now.baseline_mib = [[minor, mib] for minor, mib in sorted(baseline.items())]
-    return now
-
-
 def pairs(values: list[list[int]]) -> dict[int, int]:
     """JSON knows no dictionary with integer keys."""
     return {minor: mib for minor, mib in values}  # noqa: C416 - each must have two items
-
-
-def same_incarnation(a: Snapshot, b: Snapshot) -> bool:
-    if a.invocation and b.invocation:
-        return a.invocation == b.invocation
-    return bool(a.init) and a.init == b.init
-
-
-def unit_invocation(vmid: int, folder: str = INVOCATIONS) -> str:
-    """The invocation id that systemd has for the container's unit now; empty when it does not run.
-
-    systemd keeps it as a symbolic link (unit_export_invocation_id in core/unit.c): no bus call needed.
-    """
-    for unit in UNITS:
-        try:
-            return os.readlink(os.path.join(folder, "invocation:" + unit.format(vmid)))
-        except OSError:
-            continue
-    return ""

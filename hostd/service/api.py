@@ -195,8 +195,9 @@ def run_release(request: ReleaseRequest, emit: Emit, context: Context) -> Mappin
 
 def run_event(request: EventRequest, emit: Emit, context: Context) -> Mapping[str, object]:
     """A lifecycle event: first "accepted" with the budget of the phase, progress, then what the hook is to say."""
+    from hostd.lifecycle.handling import Around
     from hostd.lifecycle.here import nvml_deadline_s
-    from hostd.lifecycle.phases import Around, Lifecycle, guarded
+    from hostd.lifecycle.phases import Lifecycle, guarded
     from hostd.nodes import make_nodes_by_unit
 
     require_root()

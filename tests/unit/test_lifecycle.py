@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
+from hostd.clock import boot_s
 from hostd.config import HookSettings, OnDirty
 from hostd.lifecycle.event import TRIGGERS, Event, Phase, parse_context, stop_key
 from hostd.lifecycle.gate import gate_of
+from hostd.lifecycle.invocation import unit_invocation
 from hostd.lifecycle.records import (
     Records,
     Snapshot,
     Started,
     Stopped,
     Watched,
-    boot_s,
     refused_starts,
     slow_stops,
-    take_snapshot,
-    unit_invocation,
 )
+from hostd.lifecycle.snapshot import take_snapshot
 from hostd.model import (
     DriverNumbers,
     GpuInfo,
