@@ -59,12 +59,14 @@ def close_to(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` for what is probably a typo, else nothing."""
     from difflib import get_close_matches
 
-    names = list(known)
-    found = [name for name in names if len(word) > 3 and name.startswith(word)]
-    close = found if len(found) == 1 else get_close_matches(word[:100], names, 1)
+    names = {name.lstrip("-"): name for name in known}  # dashes would make all options look alike
+    bare = word[:100].lstrip("-")
+    found = [name for name in names if len(bare) > 1 and name.startswith(bare)]
+    close = found if len(found) == 1 else get_close_matches(bare, names, 1)
     if not close:
         return ""
-    return f"; did you mean {close[0]}?" if close[0].startswith("-") else f"; did you mean {close[0]!r}?"
+    name = names[close[0]]
+    return f"; did you mean {name}?" if name.startswith("-") else f"; did you mean {name!r}?"
 
 
 def bad_argument(message: str) -> Exception:
@@ -80,9 +82,17 @@ def vmid(text: str) -> int:
     if not 1 <= number <= 999_999_999:
         from hostd.cli.main import VERBS
 
-        hint = f"; did you mean pve-gpu-release {text} ...?" if text in VERBS else " (a number such as 129)"
+        hint = f"; did you mean pve-gpu-release {text} ...?" if text in VERBS else apart(text) or " (a number such as 129)"
         raise bad_argument(f"{shown(text)} is not a container id{hint}")
     return number
+
+
+def apart(text: str) -> str:
+    """A hint for `129,130`; else nothing."""
+    parts = text.replace(",", " ").split()
+    if len(parts) < 2 or len(text) > 60 or any(whole(part) < 1 for part in parts):
+        return ""
+    return f"; did you mean {' '.join(parts)}?"
 
 
 def whole(text: str) -> int:

@@ -40,7 +40,7 @@ UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = ("enable", "disable", "status")
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help="what to do")
-    parser.add_argument("vmids", nargs="*", type=vmid, metavar="VMID", help="container id")
+    parser.add_argument("vmids", nargs="*", default=[], type=vmid, metavar="VMID", help="container id")
     parser.add_argument(
         "--all", action="store_true", help="every container of this node with a GPU in its configuration"
     )
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def chosen(args: argparse.Namespace) -> list[int]:
     """The containers that were named. Raises UsageError for none or both."""
     if bool(args.vmids) == args.all:
-        raise UsageError("name containers, or --all", next_step="pve-gpu-release hook --help")
+        problem = "either containers or --all" if args.all else "say which containers, or --all"
+        raise UsageError(f"cannot {args.action}: {problem}", next_step=f"pve-gpu-release hook {args.action} 129")
     return list(dict.fromkeys(args.vmids)) or gpu_containers()
 
 

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("short", "json", "json-pretty"), default="short", help="how entries are written"
     )
+    parser.add_argument("--json", action="store_true", help="as -o json: one object per line")
     parser.add_argument("--release", metavar="ID", help="only this release (the beginning of its id is enough)")
     parser.add_argument(
         "--file", type=file_name, metavar="FILE", help="a journal file, or what journalctl -o export or -o json wrote"
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             records = reversed(tuple(_first(ours(newest, args.release), lines)))
         else:
             records = read(matches, since_us=since, until_us=until)
-        if show(ours(records, args.release), args.output) == 0:
+        if show(ours(records, args.release), "json" if args.json else args.output) == 0:
             _say_nothing(args.file)
     except JournalUnreadableError as exc:
         raise UnreadableError(escape(str(exc))) from None

@@ -131,12 +131,12 @@ def _run(run: Callable[[Any], int], args: object) -> int:
 
 
 def _unknown_word(word: str, what: str, as_json: bool) -> int:
-    from hostd.cli.common import close_to, fail, shown
+    from hostd.cli.common import apart, close_to, fail, shown
     from hostd.errors import UsageError
 
     step = "pve-gpu-release --help" if as_json else ""
     see = "" if as_json else " (see --help)"
-    return fail(UsageError(f"{shown(word)} {what}{close_to(word, VERBS)}{see}", next_step=step), as_json=as_json)
+    return fail(UsageError(f"{shown(word)} {what}{apart(word) or close_to(word, VERBS)}{see}", next_step=step), as_json=as_json)
 
 
 def entry() -> None:

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from hostd.cli.common import close_to, shown
 from hostd.terminal import escape, shorten
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
         self._as_json = as_json
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         # argparse's own messages have repr(): bytes that were not UTF-8 stand there as surrogates (PEP 383)
         message = re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", message)
         message = shorten(escape(message), LONGEST)
@@ -57,11 +57,28 @@ class Parser(argparse.ArgumentParser):
         for word in sys.argv[1:] if args is None else args:
             if word == "--":
                 break
-            name = word.partition("=")[0]
-            if name.startswith("--") and name not in self._option_string_actions:
-                known = [option for option in self._option_string_actions if option.startswith("--")]
-                self.error(f"unknown option {shown(name)}{close_to(name, known)}")
+            if word.startswith("--"):
+                self._check_long(*word.partition("=")[::2], "=" in word)
+            elif len(word) > 1 and word[0] == "-" and not word[1].isdigit():
+                self._check_short(word[1:])
         return super().parse_known_args(args, namespace)
+
+    def _check_long(self, name: str, value: str, valued: bool) -> None:
+        action = self._option_string_actions.get(name)
+        if action is None:
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            self.error(f"unknown option {shown(name)}{close_to(name, known)}")
+        if valued and action.nargs == 0:
+            self.error(f"{name} takes no value, not {shown(value)} either")
+
+    def _check_short(self, letters: str) -> None:
+        """`-nq` is two options; what follows one that takes a value is its value (`-n5` of log)."""
+        for letter in letters:
+            action = self._option_string_actions.get(f"-{letter}")
+            if action is None:
+                self.error(f"unknown option {shown(f'-{letter}')}")
+            if action.nargs != 0:
+                return
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

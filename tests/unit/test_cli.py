@@ -20,7 +20,7 @@ from hostd.cli.render import Renderer, count, mib, table
 from hostd.cli.render import seconds as shown_seconds
 from hostd.errors import BusyError, ConfigError, NoSuchContainerError, PgrError, UsageError
 from hostd.wire import error_dict, report_dict
-from tests.product_command import command
+from tests.product_command import ROOT, command
 
 from .test_wire import report
 
@@ -96,6 +96,8 @@ def test_without_arguments_it_explains_itself_and_fails(capsys: pytest.CaptureFi
         (["stauts1"], "; did you mean 'status'?"),
         (["--json", "--config", "x", "doktor"], "; did you mean 'doctor'?"),
         (["129x"], ""),
+        (["129,130"], "; did you mean 129 130?"),
+        (["129 130"], "; did you mean 129 130?"),
         (["0x81"], ""),
         (["１２９"], ""),
         (["help", "explian"], "; did you mean 'explain'?"),
@@ -136,7 +138,13 @@ def test_a_verb_behind_a_container_is_told_where_it_belongs(capsys: pytest.Captu
         (["hook", "status", "--al"], "did you mean --all?"),
         (["doctor", "--conifg", "x"], "did you mean --config?"),
         (["hook", "enabel", "129"], "'enabel' is not one of enable, disable, status; did you mean 'enable'?"),
-        (["hook"], "required: enable|disable|status"),
+        (["hook"], "required: enable|disable|status (see"),
+        (["hook", "--all"], "required: enable|disable|status (see"),
+        (["129", "-x"], "unknown option '-x' (see"),
+        (["129", "-nqx"], "unknown option '-x' (see"),
+        (["129", "--json=1"], "--json takes no value, not '1' either"),
+        (["129", "--help-me"], "unknown option '--help-me'"),
+        (["129", "130,131"], "'130,131' is not a container id; did you mean 130 131?"),
         (["log", "-o", "jsn"], "did you mean 'json'?"),
     ],
 )
@@ -198,6 +206,20 @@ def test_every_error_of_the_command_line_is_json_for_programs(capsys: pytest.Cap
             status = exc.code
         out, err = capsys.readouterr()
         assert (status, err, json.loads(out)["reason"]) == (2, "", "usage"), words
+
+
+@pytest.mark.parametrize("words", [["enable"], ["disable"], ["enable", "129", "--all"]])
+def test_hook_asks_which_containers(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(["hook", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"pve-gpu-release: cannot {words[0]}: ")
+
+
+def test_a_plain_command_line_does_without_what_only_a_mistake_needs() -> None:
+    code = "import sys; from hostd.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
+    for words in (["999999999"], ["999999999", "--json", "--now"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+        loaded = set(done.stdout.split())
+        assert "hostd.cli.release" in loaded and not loaded & {"argparse", "difflib", "gettext", "shutil", "subprocess"}
 
 
 def every_valued_option() -> set[str]:
