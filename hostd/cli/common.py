@@ -153,11 +153,18 @@ def loaded(path: str | None) -> Config:
     Without a usable yaml module the node's own gives the built-in defaults (DESIGN 10), a file that was asked for an error.
     """
     from hostd.config import DEFAULT_PATH, load
+    from hostd.errors import ConfigError
 
-    config = load(DEFAULT_PATH if path is None else path, must_exist=path is not None)
-    if path is not None and config.notices:
-        from hostd.errors import ConfigError
+    if path is None:
+        return load(DEFAULT_PATH)
+    try:
+        config = load(path, must_exist=True)
+    except ConfigError as exc:
+        import shlex
 
+        exc.next_step = f"pve-gpu-release check-config {shlex.quote(path)}"
+        raise
+    if config.notices:
         raise ConfigError(config.notices[0].partition(";")[0], next_step="apt install python3-yaml")
     return config
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 
+from hostd import terminal
 from hostd.cli.common import loaded, require_root
-from hostd.cli.release import finish, given_options, in_process, new_release_id, options_for
+from hostd.cli.release import finish, given_options, in_process, interruptible, new_release_id, options_for
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError, RefusedError
 from hostd.handover import OpenGpu, look_at_gpu, people
@@ -30,7 +32,12 @@ def run(args: argparse.Namespace) -> int:
             renderer.note(f"container {vmid} has {there.name} open: {people(holders)}")
         if not args.dry_run:
             confirm(there, args.yes)
-        results = [_release(vmid, there, args, renderer) for vmid in sorted(there.containers)]
+        for vmid in sorted(there.containers):
+            results.append(interruptible(_release, vmid, there, args, renderer))
+            if not args.json:
+                renderer.report(results[-1])
+            if results[-1]["reason"] == "interrupted":
+                return finish(results, args, several=True)
         there = look(args)
     results.append(conclusion(there))
     if not args.json:
@@ -54,14 +61,14 @@ def confirm(there: OpenGpu, yes: bool) -> None:
     if yes:
         return
     vmids = ", ".join(map(str, sorted(there.containers)))
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stderr)):
         raise RefusedError(
             f"refused: this would end the processes of containers {vmids} on {there.name}, and nobody is there to ask",
             next_step="with --yes it is done without asking, with --dry-run it is only shown",
         )
     many = "s" if len(there.containers) > 1 else ""
-    print(f"Free {there.name} from container{many} {vmids}? [y/N] ", end="", flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+    print(f"Free {there.name} from container{many} {vmids}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if os.read(sys.stdin.fileno(), 1000).strip().lower() not in (b"y", b"yes"):
         raise RefusedError(f"refused: {there.name} was not freed, as answered")
 
 
@@ -72,12 +79,9 @@ def _release(vmid: int, there: OpenGpu, args: argparse.Namespace, renderer: Rend
     given = given_options(args) | {"gpu": there.info.uuid or there.info.pci_bus_id}
     try:
         options = replace(options_for(vmid, given, args), open_nodes=True)
-        result = in_process(vmid, options, renderer.event, renderer.note, new_release_id())
+        return in_process(vmid, options, renderer.event, renderer.note, new_release_id())
     except PgrError as exc:
-        result = error_dict(exc, vmid)
-    if not args.json:
-        renderer.report(result)
-    return result
+        return error_dict(exc, vmid)
 
 
 def conclusion(there: OpenGpu) -> Json:

@@ -58,12 +58,13 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 break
             if word.startswith("--"):
-                self._check_long(*word.partition("=")[::2], "=" in word)
+                self._check_long(word)
             elif len(word) > 1 and word[0] == "-" and not word[1].isdigit():
                 self._check_short(word[1:])
         return super().parse_known_args(args, namespace)
 
-    def _check_long(self, name: str, value: str, valued: bool) -> None:
+    def _check_long(self, word: str) -> None:
+        name, valued, value = word.partition("=")
         action = self._option_string_actions.get(name)
         if action is None:
             known = [option for option in self._option_string_actions if option.startswith("--")]

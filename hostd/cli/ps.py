@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 when everything could be looked at, 4 when not, 8 for a container that does not exist."""
     require_root()
+    args.vmids = list(dict.fromkeys(args.vmids))
     result = look(args)
     if args.json:
         print_json(result)

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     renderer = Renderer(sys.stdout, sys.stderr, quiet=args.quiet or args.json, verbose=args.verbose)
     results: list[Json] = []
     for number in dict.fromkeys(args.vmids):
-        result = _interruptible(number, args, renderer)
+        result = interruptible(release_one, number, args, renderer)
         results.append(result)
         if not args.json:
             renderer.report(result)
@@ -134,12 +134,13 @@ def given_options(args: argparse.Namespace) -> Json:
     return given
 
 
-def _interruptible(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
-    """`release_one`, and Ctrl-C where nothing is in flight (before, between two containers): what is done is reported."""
+def interruptible(release: Callable[..., Json], number: int, *rest: object) -> Json:
+    """One of several releases. Ctrl-C where nothing is in flight (before, between two) begins no other one; it is a result
+    like any other, so that what was done before is reported."""
     interrupt.install(signal.SIGINT, signal.SIGTERM)
     try:
         if not interrupt.came:
-            return release_one(number, args, renderer)
+            return release(number, *rest)
     except BaseException:
         if not interrupt.came:
             raise

@@ -52,6 +52,7 @@ def test_a_configuration_that_was_asked_for_must_be_right_for_every_verb(
         lines = answer.err.splitlines()
         assert (answer.status, answer.out) == (2, ""), (words, answer)
         assert 1 <= len(lines) <= 2 and "asked.yaml" in lines[0], (words, answer)
+        assert lines[1:] in ([], [f"  next: pve-gpu-release check-config {FILE}"]), (words, answer)
         answer = product.ask(*words, "--config", FILE)
         assert answer.status == 2 and answer.err == "", (words, answer)
         assert answer.json.get("reason") == "config-error" or answer.json["errors"], (words, answer)
@@ -198,6 +199,29 @@ def test_ctrl_c_between_two_containers_begins_no_other_release(
             path.unlink()
 
 
+def test_ctrl_c_in_a_handover_leaves_the_other_containers_alone(node: Node, product: Product, engine: Engine) -> None:
+    first = engine(ignore_term=True)
+    second = node.container(130).spawn_holder(open=ALL_NODES, alloc=("50:100:compute",))
+    running = product.start("--gpu", "0", "--all-containers", "--yes", "--grace", "60", "--json")
+    wait_until(lambda: begun(node, 129), "TERM to 129")
+    running.process.kill(signal.SIGINT)
+    done = finish(running)
+    found = parsed(done.status, done.out, done.err).json["releases"]
+    assert done.status == 130 and first.alive() and second.alive()
+    assert [(r["vmid"], r["reason"]) for r in found] == [(129, "interrupted")]
+
+
+def test_the_question_of_a_handover_is_no_part_of_its_json(node: Node, product: Product, engine: Engine) -> None:
+    """Answered with bytes that are no text, which is a no."""
+    holder = engine()
+    command = " ".join([*product.command, "--gpu", "0", "--all-containers", "--json"])
+    with Terminal(node, ["sh", "-c", f"{command} >/run/answer; echo status $?"]) as terminal:
+        assert "y/N" in terminal.read_until("[y/N]")
+        terminal.type(b"\xff\n")
+        terminal.read_until("status 7")
+    assert json.loads(node.read("/run/answer"))["reason"] == "refused" and holder.alive()
+
+
 ANY = [["129"], ["129", "-n"], ["ps"], ["status"], ["verify"], ["wait", "129"], ["doctor"]]
 
 
@@ -228,6 +252,11 @@ def test_without_home_language_or_terminal(node: Node, product: Product, engine:
         for words in (["ps"], ["ps", "--json"], ["status"], ["129", "-n"]):
             done = node.run(["env", "-i", *env, *product.command, *words])
             assert done.returncode in (0, 3) and "\x1b" not in done.stdout and done.stderr == "", done
+
+
+def test_a_container_that_is_named_twice_is_shown_once(product: Product, engine: Engine) -> None:
+    engine()
+    assert product.run("ps", 129, 129) == product.run("ps", "0129")
 
 
 def test_no_containers_at_all(node: Node, product: Product) -> None:
