@@ -10,7 +10,8 @@ import difflib
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from hostd.config import BY_PATH, CONTAINER_SECTIONS, KEYS, SECTIONS, BrokenConfigError, Key, Value, parse_vmid
+from hostd.config import BrokenConfigError, parse_vmid
+from hostd.configkeys import BY_PATH, CONTAINER_SECTIONS, KEYS, SECTIONS, Key, Value
 from hostd.terminal import escape, shorten
 
 MAX_NODES = 40_000

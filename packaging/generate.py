@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Man pages and shell completion, made from the code: `packaging/generate.py [--date YYYY-MM-DD] OUTPUT`.
 
-Options come from the argparse parsers, settings from `hostd.config`, exit statuses and reasons from `hostd.verdicts`;
+Options come from the argparse parsers, settings from `hostd.configkeys`, exit statuses and reasons from `hostd.verdicts`;
 prose comes from packaging/man/*.in. Needs nothing but the interpreter, so that a package builds in a bare tree.
 """
 
@@ -17,9 +17,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 import hostd  # noqa: E402
-from hostd.cli.parser import Parser  # noqa: E402
 from hostd.cli.main import VERBS  # noqa: E402
-from hostd.config import DEFAULT_PATH, reference_rows  # noqa: E402
+from hostd.cli.parser import Parser  # noqa: E402
+from hostd.config import DEFAULT_PATH  # noqa: E402
+from hostd.configkeys import reference_rows  # noqa: E402
 from hostd.verdicts import EXIT_PRECEDENCE, REASONS  # noqa: E402
 
 STATUSES = {

@@ -99,7 +99,7 @@ Words in braces stand for what was found.
 
 def configuration() -> str:
     """docs/configuration.md: every key, from the code that reads the file."""
-    from hostd.config import default_yaml, reference_rows
+    from hostd.configkeys import default_yaml, reference_rows
 
     rows = "\n".join(
         f"| `{r.path}` | {cell(r.type)} | `{r.default}` | {r.unit or '-'} | {'yes' if r.per_container else 'no'} "
@@ -109,7 +109,7 @@ def configuration() -> str:
     return f"""\
 # Configuration
 
-Made from `hostd/config.py` by `python tools/docs.py`; do not edit.
+Made from `hostd/configkeys.py` by `python tools/docs.py`; do not edit.
 
 `/etc/pve-gpu-release/config.yaml`. Everything has a default; a missing file is all defaults. Unknown keys are errors with line and key path:
 `pve-gpu-release check-config`. The daemon reads it again on `systemctl reload pve-gpu-hostd` and keeps the last good one when it is broken.

@@ -7,6 +7,8 @@ import sys
 
 from hostd import config as settings
 from hostd.cli.common import file_name, print_json
+from hostd.configkeys import as_yaml
+from hostd.configvalues import effective_values
 from hostd.errors import UnreadableError, UsageError
 from hostd.terminal import escape
 from hostd.verdicts import exit_status
@@ -46,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
                 "ok": True,
                 "errors": [],
                 "notices": [],
-                "settings": settings.effective_values(config),
-                "containers": {str(vmid): settings.effective_values(config, vmid) for vmid in config.containers},
+                "settings": effective_values(config),
+                "containers": {str(vmid): effective_values(config, vmid) for vmid in config.containers},
             }
         )
         return 0
@@ -61,10 +63,10 @@ def _print_people(path: str, config: settings.Config, *, verbose: bool) -> None:
     print(f"OK: {escape(path)}{own}")
     if not verbose:
         return
-    everywhere = settings.effective_values(config)
+    everywhere = effective_values(config)
     for key, value in everywhere.items():
-        print(f"{key} = {settings.as_yaml(value)}")
+        print(f"{key} = {as_yaml(value)}")
     for vmid in config.containers:
-        for key, value in settings.effective_values(config, vmid).items():
+        for key, value in effective_values(config, vmid).items():
             if value != everywhere[key]:
-                print(f"containers.{vmid}.{key} = {settings.as_yaml(value)}")
+                print(f"containers.{vmid}.{key} = {as_yaml(value)}")

@@ -16,7 +16,7 @@ import pytest
 
 import hostd
 from hostd.cli.main import VERBS
-from hostd.config import default_yaml, reference_rows
+from hostd.configkeys import default_yaml, reference_rows
 from hostd.verdicts import REASONS
 from tests.package.chroot import REPOSITORY
 
