@@ -25,6 +25,8 @@ class Members:
     blind_spots: list[BlindSpot] = field(default_factory=list)
     running: bool = False
     frozen: bool = False
+    missed: bool = False
+    """One was gone before it could be looked at when this was read last: a child of it may have come after the list."""
 
 
 AMBIGUOUS = "ambiguous-init"
@@ -53,13 +55,14 @@ class ContainerView:
             if self._sources.procfs.read_ref(init.pid) != init:
                 found.processes.pop(init.pid, None)
                 found.init = None
+        found.missed = False
         self._add_cgroup_members(found)
         self._find_init(found)
         self._add_namespace_members(found)
         found.blind_spots = list(dict.fromkeys(found.blind_spots))
 
     def newcomers(self, known: Members) -> set[int]:
-        """The processes that have come since `known` was read; they are added to it."""
+        """The processes that have come since `known` was read; they are added to it. See `missed` there, too."""
         before = set(known.processes)
         self.refresh(known)
         return known.processes.keys() - before
@@ -109,7 +112,9 @@ class ContainerView:
             except OSError as exc:
                 found.blind_spots.append(BlindSpot("procfs", f"process {pid}", str(exc)))
                 continue
-            if process is not None and not process.is_zombie and accept(process):
+            if process is None:
+                found.missed = True
+            elif not process.is_zombie and accept(process):
                 found.processes[pid] = process
 
     def _find_init(self, found: Members) -> None:

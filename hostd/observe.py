@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from hostd.facts import Facts, listed_pids
+from hostd.facts import Facts, dead_pids, listed_pids
 from hostd.heirs import HeirSearch
 from hostd.join import join
 from hostd.membership import ContainerView, Members
@@ -27,8 +27,13 @@ from hostd.model import (
 from hostd.sources import Sources, known_gpus, open_sources, read_driver
 from hostd.system.scan import DETAIL, ScanResult
 
-MOST_LISTINGS = 16
+MOST_LISTINGS = 50
 """How often one look may read the list of a container's processes again."""
+
+MORE_LOOKS = 20
+"""How often the container is searched again for who keeps the memory of a dead opener."""
+
+RESTLESS = "processes-restless"
 
 
 class Observer:
@@ -70,6 +75,8 @@ class Observer:
         facts.dying = self._dying(facts)
         self._heirs.note_mounts(pid for pid in members.processes if facts.open_nodes.get(pid))
         self._heirs.find(facts)
+        if _without_heir(facts):
+            self._look_again(facts)
         facts.placed = self._placed
         observation = join(self.vmid, at_s, facts, self._own_seen)
         self._own_seen.update(h.process.pid for h in observation.holders)
@@ -90,13 +97,29 @@ class Observer:
             if any(scan.open.get(pid) for pid in members.processes):
                 break
             fresh = self.view.newcomers(members)
-            if not fresh:
+            if not fresh and not members.missed:
                 break
             more = self.sources.scan(fresh, majors)
             scan.open.update(more.open)
             scan.cmdlines.update(more.cmdlines)
             scan.blind_spots.extend(more.blind_spots)
+        else:
+            what = f"processes of container {self.vmid}"
+            error = "new ones come faster than they can be looked at"
+            scan.blind_spots.append(BlindSpot("cgroupfs", what, error, RESTLESS))
         return scan
+
+    def _look_again(self, facts: Facts) -> None:
+        """The driver charges memory to a dead pid, so somebody keeps it: who moves too fast for one look is met in the
+        next ones."""
+        for _ in range(MORE_LOOKS):
+            self.view.newcomers(facts.members)
+            scan = self._scan(facts.members, frozenset(facts.driver.by_major))
+            facts.open_nodes |= scan.open
+            facts.cmdlines |= scan.cmdlines
+            facts.blind_spots += [spot for spot in scan.blind_spots if spot not in facts.blind_spots]
+            if any(scan.open.get(pid) for pid in facts.members.processes):
+                return
 
     def _scan_foreign(self, facts: Facts) -> None:
         """What listed processes of others have open. Where that cannot be read they count as what the list says they
@@ -160,6 +183,16 @@ class Observer:
             except OSError as exc:
                 facts.blind_spots.append(BlindSpot("procfs", f"tasks of process {pid}", exc.strerror or str(exc), DETAIL))
         return frozenset(found)
+
+
+def _without_heir(facts: Facts) -> bool:
+    """True when a dead client has memory, and no process is seen that can have inherited it."""
+    if any(facts.open_nodes.get(pid) for pid in facts.members.processes):
+        return False
+    charged = {c.pid for gpu in facts.snapshot.gpus for c in gpu.clients if c.used_mib}
+    return any(
+        charged & set(dead_pids(gpu, facts)) and not facts.heirs.get(gpu.info.minor) for gpu in facts.snapshot.gpus
+    )
 
 
 def _implausible(snapshot: NvmlSnapshot) -> list[BlindSpot]:

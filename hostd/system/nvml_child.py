@@ -237,6 +237,10 @@ class Library:
         persistence = self._optional(self._nvml.nvmlDeviceGetPersistenceMode, handle)
         gpu["persistence"] = None if persistence is None else bool(persistence)
         gpu["recovery"] = self._recovery(device)
+        total = gpu["total"]
+        gpu["clients"] = [
+            (pid, None if used and total and used > total else used, lists) for pid, used, lists in gpu["clients"]
+        ]  # more than there is cannot be true, and would hide any amount of ghost memory
         if gpu["mig"]:
             gpu["code"], gpu["error"] = "figures-unavailable", "MIG mode: no memory figures per GPU"
         elif any(used is None for _, used, _ in gpu["clients"]):

@@ -17,6 +17,7 @@ REPOSITORY = HERE.parent.parent
 CFLAGS = ("-std=gnu11", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-format-truncation")
 SHARED = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-soname,libnvidia-ml.so.1")
 FROZEN_IMAGE_BYTES = 8 << 20
+TOOLS = ("nodetool", "holder", "restless")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Artefacts:
     directory: Path
     nodetool: Path
     holder: Path
+    restless: Path
     library: Path
     old_library: Path
     ld_cache: Path
@@ -40,6 +42,7 @@ def artefacts() -> Artefacts:
         directory=directory,
         nodetool=directory / "nodetool",
         holder=directory / "holder",
+        restless=directory / "restless",
         library=directory / "nvml" / "libnvidia-ml.so.1",
         old_library=directory / "nvml-old" / "libnvidia-ml.so.1",
         ld_cache=directory / "ld.so.cache",
@@ -54,7 +57,7 @@ def artefacts() -> Artefacts:
 @cache
 def build_directory() -> Path:
     digest = hashlib.sha256(repr((CFLAGS, SHARED, FROZEN_IMAGE_BYTES)).encode())
-    for source in (HERE / "nvml/nvml.c", HERE / "tools/nodetool.c", HERE / "tools/holder.c", HERE / "build.py"):
+    for source in (HERE / "nvml/nvml.c", *(HERE / f"tools/{tool}.c" for tool in TOOLS), HERE / "build.py"):
         digest.update(source.read_bytes())
     digest.update(_ld_cache_identity())
     name = f"embedded-{digest.hexdigest()[:16]}"
@@ -89,8 +92,8 @@ def _build_once(directory: Path) -> None:
 
 
 def _build(staging: Path, final: Path) -> None:
-    _run("gcc", *CFLAGS, "-static", "-pthread", "-o", staging / "nodetool", HERE / "tools/nodetool.c")
-    _run("gcc", *CFLAGS, "-static", "-pthread", "-o", staging / "holder", HERE / "tools/holder.c")
+    for tool in TOOLS:
+        _run("gcc", *CFLAGS, "-static", "-pthread", "-o", staging / tool, HERE / f"tools/{tool}.c")
     for folder, flags in (("nvml", ()), ("nvml-old", ("-DOLD_DRIVER",))):
         (staging / folder).mkdir()
         library = staging / folder / "libnvidia-ml.so.1"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from hostd.verdicts import REASONS
 from tests.embedded.node import STANDIN, HolderHandle, Node, wait_until
 from tests.embedded.scope import Running
+from tests.product_command import command
 from tests.verdict_cases import CASES
 
 QUICK = """\
@@ -74,7 +74,7 @@ class Product:
 
     def __init__(self, node: Node, config: str = QUICK) -> None:
         self.node = node
-        self.command = (sys.executable, "-I", "-m", "hostd.cli")
+        self.command = tuple(command())
         self.configure(config)
 
     def configure(self, text: str) -> None:

@@ -152,6 +152,16 @@ out["clients"], out["code"] = {c.pid: c.used_mib for c in gpu.clients}, gpu.erro
 """)
         assert out == {"clients": {"4711": None, "4712": 100}, "code": "figures-unavailable"}
 
+    def test_a_figure_larger_than_the_gpu_is_none(self, node, inside):  # noqa: F811
+        """Believed, it would account for any amount of ghost memory."""
+        node.control(extra_clients={50: "4711:200000:compute 4712:100:compute"})
+        out = inside("""
+with Nvml(5, LOCK) as nvml:
+    gpu = nvml.snapshot().gpus[0]
+out["clients"], out["code"] = {c.pid: c.used_mib for c in gpu.clients}, gpu.error_code
+""")
+        assert out == {"clients": {"4711": None, "4712": 100}, "code": "figures-unavailable"}
+
     def test_mig_gives_no_figures_and_the_other_gpu_does(self, node, inside):  # noqa: F811
         node.control(mig={51: 1})
         out = inside("""
