@@ -22,8 +22,11 @@ RANK = {
     **dict.fromkeys(("cli", "daemon", "doctor", "hook", "service"), SURFACES),
 }
 """First part of a module's name below `hostd` -> its layer; everything else decides."""
-FAMILIES = {("nvml", "nvml_child"), ("nvml_child", "nvml"), ("journal", "journalread"), ("journalread", "journal")}
-"""Modules of system/ that are one family: library and child, writer and reader."""
+FAMILIES = {
+    *(("nvml", "nvml_child"), ("nvml_child", "nvml"), ("journal", "journalread"), ("journalread", "journal")),
+    *(("scan", "scanhelper"), ("scanhelper", "descriptors"), ("scanhelper", "mappings")),
+}
+"""Modules of system/ that are one family: library and child, writer and reader, a scan and what its helper reads."""
 HEAVY = {"psutil", "pynvml", "yaml", "proxmoxer", "systemd", "asyncio", "requests", "multiprocessing", "concurrent"}
 LATE = {"configreader": {"yaml"}}
 """Modules that are themselves loaded only where they are needed (a test says so) -> what they may load."""

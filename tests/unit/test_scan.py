@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from hostd import disposable
+from hostd import disposable, syscalls
 from hostd.disposable import Outcome, call_with_deadline
 from hostd.model import DeviceId, OpenNodes
-from hostd.system import scan as module
+from hostd.system import scanhelper as module
 from hostd.system.scan import DETAIL, Scanner, scan_here
 
 pytestmark = pytest.mark.root
@@ -207,7 +207,7 @@ def test_a_table_that_only_threads_of_a_dead_leader_have_is_looked_at(scanner: S
 
 
 def test_without_kcmp_every_table_is_walked(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.syscalls, "kcmp_files", lambda *_: None)
+    monkeypatch.setattr(syscalls, "kcmp_files", lambda *_: None)
     with running(UNSHARED_THREAD.format(inner=f"os.open({node!r}, os.O_NOCTTY)")) as pid:
         assert scan_here([pid], VCS).open == {pid: OF_NODE}
 
