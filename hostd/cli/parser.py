@@ -53,15 +53,22 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; an unknown option is named before anything else is found missing."""
-        for word in sys.argv[1:] if args is None else args:
+        self._check_options(args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._check_options(args)  # from Python 3.13 on it does not come by the other one
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def _check_options(self, words: list[str] | None) -> None:
+        """An unknown option is named before anything else is found missing."""
+        for word in sys.argv[1:] if words is None else words:
             if word == "--":
                 break
             if word.startswith("--"):
                 self._check_long(word)
             elif len(word) > 1 and word[0] == "-" and not word[1].isdigit():
                 self._check_short(word[1:])
-        return super().parse_known_args(args, namespace)
 
     def _check_long(self, word: str) -> None:
         name, valued, value = word.partition("=")

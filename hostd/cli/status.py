@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -195,8 +196,10 @@ def watch(args: argparse.Namespace) -> int:
             if output.lost():
                 return 0
             ready = select.select([keys] if keys is not None else [], [], [], max(0.2, args.interval))[0]
-            if ready and sys.stdin.read(1) in ("q", "Q", ""):
-                return 0
+            if ready and keys is not None:
+                pressed = os.read(keys, 64)  # bytes: not every key is text
+                if not pressed or b"q" in pressed.lower():
+                    return 0
     except KeyboardInterrupt:
         return 0
     finally:
@@ -207,8 +210,6 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def draw(status: Json, interval_s: float) -> None:
-    import os
-
     try:
         columns, rows = os.get_terminal_size(sys.stdout.fileno())
     except OSError:  # it went away

@@ -222,6 +222,15 @@ def test_the_question_of_a_handover_is_no_part_of_its_json(node: Node, product: 
     assert json.loads(node.read("/run/answer"))["reason"] == "refused" and holder.alive()
 
 
+def test_the_live_view_takes_any_key_and_leaves_the_terminal_as_it_was(node: Node, product: Product) -> None:
+    for keys in (b"\xff\xfe\x1b[Aq", b"Q", b"\x03"):
+        with Terminal(node, [*product.command, "status", "--watch", "--interval", "0"]) as terminal:
+            terminal.read_until("q ends it")
+            terminal.type(keys)
+            text, status = terminal.finish()
+        assert status == 0 and text.endswith("\x1b[?25h\x1b[?1049l"), text[-300:]
+
+
 ANY = [["129"], ["129", "-n"], ["ps"], ["status"], ["verify"], ["wait", "129"], ["doctor"]]
 
 
