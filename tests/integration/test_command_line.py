@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -105,7 +106,7 @@ VERBS: list[tuple[list[str], bool]] = [
 
 def test_lost_output_ends_nothing_and_changes_no_verdict(node: Node, product: Product, container: Container) -> None:
     node.write("/run/export", exported())
-    command = " ".join(product.command)
+    command = shlex.join(product.command)
     for words, only_shows in VERBS:
         normal = product.run(*words)
         closed = node.run(["sh", "-c", f"exec {command} {' '.join(words)} | true"])
@@ -214,7 +215,7 @@ def test_ctrl_c_in_a_handover_leaves_the_other_containers_alone(node: Node, prod
 def test_the_question_of_a_handover_is_no_part_of_its_json(node: Node, product: Product, engine: Engine) -> None:
     """Answered with bytes that are no text, which is a no."""
     holder = engine()
-    command = " ".join([*product.command, "--gpu", "0", "--all-containers", "--json"])
+    command = shlex.join([*product.command, "--gpu", "0", "--all-containers", "--json"])
     with Terminal(node, ["sh", "-c", f"{command} >/run/answer; echo status $?"]) as terminal:
         assert "y/N" in terminal.read_until("[y/N]")
         terminal.type(b"\xff\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -105,7 +106,7 @@ def test_a_closed_pipe_does_not_end_the_release(node: Node, product: Product, en
     assert dead(holder) and held_mib(node) == {}
     record = last_record(node)
     assert record["report"]["reason"] == "released"
-    assert running.popen.returncode in (0, 141), running.popen.returncode
+    assert running.popen.returncode == 0
 
 
 @pytest.mark.parametrize("words", [[], ["--json"], ["-q"]], ids=["text", "json", "quiet"])
@@ -148,7 +149,7 @@ def test_stopped_output_does_not_hold_up_the_signals(node: Node, product: Produc
 def test_without_standard_streams(node: Node, product: Product, engine: Engine) -> None:
     """`pve-gpu-release 129 >&- 2>&- <&-`"""
     holder = engine()
-    command = " ".join(product.command)
+    command = shlex.join(product.command)
     done = node.run(["sh", "-c", f"exec {command} 129 <&- >&- 2>&-"])
     assert dead(holder) and last_record(node)["report"]["reason"] == "released"
     assert done.returncode == 0
@@ -156,10 +157,10 @@ def test_without_standard_streams(node: Node, product: Product, engine: Engine) 
 
 def test_output_to_a_full_device(node: Node, product: Product, engine: Engine) -> None:
     holder = engine()
-    command = " ".join(product.command)
+    command = shlex.join(product.command)
     done = node.run(["sh", "-c", f"exec {command} 129 >/dev/full 2>/dev/full"])
     assert dead(holder) and last_record(node)["report"]["reason"] == "released"
-    assert done.returncode in (0, 1)
+    assert done.returncode == 0, "the verdict's status, whatever became of the text"
 
 
 def test_a_full_run_does_not_stop_a_release(node: Node, product: Product, engine: Engine) -> None:
