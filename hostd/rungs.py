@@ -114,7 +114,9 @@ class Rungs:
             begun_s = time.monotonic()
             with pin:
                 for number in (signal.SIGTERM, signal.SIGKILL):
-                    record.sent += self._effects.send(pin, number)
+                    if not self._is_ours(pin, record):
+                        break
+                    record.sent += self._send(pin, number, record)
                     if wait_any((pin,), RESTARTER_GRACE_S):
                         break
                 record.gone = int(pin.gone())
@@ -156,17 +158,39 @@ class Rungs:
             pin = self._pin(holder, record)
             if pin is not None:
                 pins.append((pin, holder))
+        ours: list[Pinned] = []
         for pin, holder in pins:
+            if not self._is_ours(pin, record):
+                pin.close()
+                continue
+            ours.append(pin)
             self._climb.dealt[holder.ref] = holder
             if rung.step is Step.KILL:
                 self._climb.killed.add(holder.ref)
             if rung.step is Step.TERM and holder.ref in self._termed:
                 continue  # an attempt that was cut off has sent it: a second TERM means "at once" to many programs
-            try:
-                record.sent += self._effects.send(pin, SIGNALS[rung.step])
-            except OSError as exc:
-                record.note = f"cannot signal pid {holder.process.pid}: {exc.strerror or exc}"
-        return [pin for pin, _ in pins]
+            record.sent += self._send(pin, SIGNALS[rung.step], record)
+        return ours
+
+    def _is_ours(self, pin: Pinned, record: RungRecord) -> bool:
+        """Identity and owner once more, right before the signal: while many are pinned one can be moved away."""
+        if pin.gone():
+            return True
+        try:
+            ours = self._climb.observer.recheck(pin.ref.pid) == pin.ref or pin.gone()
+        except OSError as exc:
+            record.note = f"cannot read pid {pin.ref.pid} again: {exc.strerror or exc}"
+            return False
+        if not ours:
+            record.note = f"pid {pin.ref.pid} is not the container's any more"
+        return ours
+
+    def _send(self, pin: Pinned, number: int, record: RungRecord) -> bool:
+        try:
+            return self._effects.send(pin, number)
+        except OSError as exc:
+            record.note = f"cannot signal pid {pin.ref.pid}: {exc.strerror or exc}"
+            return False
 
     def _pin(self, holder: Holder, record: RungRecord) -> Pinned | None:
         """None: it is gone, or its pid is another's, or the container's no more; or it cannot be held (noted)."""

@@ -6,7 +6,8 @@ One JSON object per line in, one out. Executed by `referee.Referee` (see the tes
 {"sent": [[pid, start_time, signal], ...], "units": [cgroup, ...], "report": {...}}
 
 Without "real" no signal leaves: what would have been sent is recorded, with the pid that the *kernel* says the pidfd
-stands for. "hook" is pulled when a rung has been written down and before its targets are pinned:
+stands for. "hook" is pulled when a rung has been written down and before its targets are pinned, or, with "late": true,
+when all are pinned and before the first signal leaves:
 {"kind": "move", "pid": P, "cgroup": C}: process P is moved into cgroup C.
 {"kind": "recycle", "pid": P, "cgroup": C, "open": [...]}: P is killed and its number given to a new process in C.
 {"kind": "kill", "pid": P}: P is killed.
@@ -42,12 +43,16 @@ def main(root: str) -> None:
     from hostd.wire import report_dict
 
     class Recorder(Effects):
-        def __init__(self, real: bool) -> None:
+        def __init__(self, real: bool, late: Json | None) -> None:
             self.real = real
+            self.late = late
             self.sent: list[list[int]] = []
             self.units: list[str] = []
 
         def send(self, pin: Pinned, number: int) -> bool:
+            if self.late is not None and pin.ref.pid != self.late["pid"]:
+                pull(self.late)
+                self.late = None
             self.sent.append([pid_of(pin.fd), pin.ref.start_time, number])
             return super().send(pin, number) if self.real else not pin.gone()
 
@@ -71,9 +76,12 @@ def main(root: str) -> None:
         limits = Limits(**order.get("limits", {}))
         options = Options(limits=limits, **order.get("options", {}))
         subject, _ = find_subject(sources, order["vmid"], Pve())
-        effects, cancel = Recorder(order["real"]), Cancel()
+        hook = order.get("hook")
+        late = hook if hook and hook.get("late") else None
+        effects, cancel = Recorder(order["real"], late), Cancel()
+        early = Hook(None if late else hook)
         try:
-            report = Release(sources, subject, options, Hook(order.get("hook")), effects=effects, cancel=cancel).run()
+            report = Release(sources, subject, options, early, effects=effects, cancel=cancel).run()
         finally:
             cancel.close()
         return {"sent": effects.sent, "units": effects.units, "report": report_dict(report)}
