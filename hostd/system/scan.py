@@ -101,6 +101,11 @@ class _Lane:
         return self._helper, self._progress
 
     @property
+    def pid(self) -> int | None:
+        """Of the helper; None: there is none."""
+        return self._helper.pid if self._helper is not None else None
+
+    @property
     def fd(self) -> int:
         assert self._helper is not None
         return self._helper.read_fd
@@ -171,11 +176,13 @@ class Scanner:
     def scan(self, pids: Iterable[int], majors: Iterable[int]) -> ScanResult:
         """Look at these processes for character devices of these majors (`/proc/devices`, at this scan).
 
+        Our own helpers are left out: they hold nothing, and their descriptors change while they read.
         Never raises for what a process does; OSError when no helper can be started.
         """
+        helpers = {lane.pid for lane in self._lanes}
         self._scans = (self._scans + 1) & 0xFFFFFFFF
         run = _Run(self, sorted(majors), time.monotonic() + self.budget_s)
-        run.all_jobs(list(dict.fromkeys(pids)))
+        run.all_jobs([pid for pid in dict.fromkeys(pids) if pid not in helpers])
         return run.result
 
 

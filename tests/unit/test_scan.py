@@ -239,6 +239,22 @@ def test_kernel_threads_are_nothing(scanner: Scanner) -> None:
     assert (result.open, result.blind_spots) == ({}, [])
 
 
+def test_its_own_helpers_move_descriptors_all_the_time_and_are_nothing(scanner: Scanner) -> None:
+    """A look at the whole host meets them."""
+    scanner.scan([os.getpid()], VCS)
+    ours = [int(name) for name in os.listdir("/proc") if name.isdigit() and parent_of(int(name)) == os.getpid()]
+    assert ours
+    result = scanner.scan(ours, VCS)
+    assert (result.open, result.blind_spots) == ({}, [])
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def test_an_enormous_command_line_is_cut(scanner: Scanner, node: str) -> None:
     with running(OPEN, node, *["x" * 100_000] * 10) as pid:
         assert len(scanner.scan([pid], VCS).cmdlines[pid]) <= module.CMDLINE_LIMIT
