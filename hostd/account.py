@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hostd.case import Case
 from hostd.climb import Climb
-from hostd.judge import Case
 from hostd.model import Fate, GpuReport, GpuState, Holder, HolderReport, Observation, ProcessRef, Stuck
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hostd.cancel import Cancel
+from hostd.case import Handover, Selection, driver_silence, of_new_run
 from hostd.clock import boot_ticks_now
 from hostd.events import Listener
-from hostd.judge import Handover, Selection, driver_silence, handovers, of_new_run
+from hostd.figures import handovers
 from hostd.ladder import Options, Resume
 from hostd.model import Holder, Observation, ProcessRef, Report, Stuck
 from hostd.observe import Observer

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+from hostd.case import driver_silence
 from hostd.climb import Climb
-from hostd.judge import RESERVE_COUNTED, baseline_of, driver_silence, excess_mib, gpu_text
+from hostd.figures import RESERVE_COUNTED, baseline_of, excess_mib
 from hostd.model import Holder, Observation
 from hostd.triage import stuck_tasks
 from hostd.waiting import MemoryGauge, Patience, wait_readable
+from hostd.words import gpu_text
 
 OLD_GHOST_GRACE_S = 1.0
 """Ghost memory from before that has not fallen for this long is not on its way out."""

@@ -9,13 +9,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from hostd.judge import driver_silence, excess_mib, gpu_text
+from hostd.case import driver_silence
+from hostd.figures import excess_mib
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import GpuState, Observation
 from hostd.resetplan import RECOVERY
 from hostd.sources import Sources, read_driver
 from hostd.system.cgroupfs import owner_of
 from hostd.system.kmsg import Xid
+from hostd.words import gpu_text
 
 MODULES = "/sys/module"
 NAMED = 8

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hostd.judge import DETAIL_ONLY, gpu_text
+from hostd.case import DETAIL_ONLY
 from hostd.model import BlindSpot, DeviceId, GpuInfo, Holder
 from hostd.nodeview import look_at_node
 from hostd.resetplan import vfio_pci
 from hostd.selection import resolve_gpu
 from hostd.sources import Sources, read_driver
 from hostd.system.devices import canonical_pci
+from hostd.words import gpu_text
 
 
 @dataclass(frozen=True, slots=True)

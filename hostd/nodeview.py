@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hostd.case import DETAIL_ONLY
 from hostd.engine import find_subject
 from hostd.facts import Facts
 from hostd.join import join
-from hostd.judge import DETAIL_ONLY
 from hostd.membership import ContainerView, Members
 from hostd.model import BlindSpot, DriverNumbers, GpuState, Holder, NvmlSnapshot, Process
 from hostd.observe import Observer

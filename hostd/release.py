@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from hostd.account import case_of, fill
 from hostd.cancel import Cancel
+from hostd.case import Judgement, Selection, driver_silence, of_new_run
 from hostd.climb import Climb, Subject
 from hostd.clock import utc_now
 from hostd.drain import Drain
 from hostd.errors import InterruptedRelease, NoSuchContainerError, PgrError, RefusedError
 from hostd.events import Listener, Silent
-from hostd.judge import Judgement, Selection, driver_silence, judge, of_new_run
+from hostd.judge import judge
 from hostd.ladder import Options, Resume, Rung, rungs_for
 from hostd.model import DeviceId, Observation, Report, Step
 from hostd.resetrung import ResetRung

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hostd.account import case_of
+from hostd.case import Judgement
 from hostd.climb import Climb
 from hostd.errors import RefusedError
-from hostd.judge import Judgement, excess_mib, judge
+from hostd.figures import excess_mib
+from hostd.judge import judge
 from hostd.lock import RUN_DIR
 from hostd.model import Observation, RungRecord, Step, Stuck, Verdict
 from hostd.resetplan import REBOOT

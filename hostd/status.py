@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from hostd.judge import DETAIL_ONLY
+from hostd.case import DETAIL_ONLY
 from hostd.lifecycle.records import refused_starts, slow_stops
 from hostd.lock import RUN_DIR
 from hostd.nodeview import NodeView, look_at_node

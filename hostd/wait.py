@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostd.cancel import Cancel
-from hostd.judge import Case, Judgement, Selection, holders_text, judge
+from hostd.case import Case, Judgement, Selection
+from hostd.judge import judge
 from hostd.model import GpuInfo, Holder, NvmlGpu, NvmlSnapshot, ProcessRef, Verdict
 from hostd.observe import Observer
 from hostd.selection import resolve_gpu
@@ -23,6 +24,7 @@ from hostd.sources import Sources
 from hostd.system import devices
 from hostd.verdicts import REASONS, say
 from hostd.wire import SCHEMA, clean
+from hostd.words import holders_text
 
 Json = dict[str, Any]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0

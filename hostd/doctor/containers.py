@@ -6,12 +6,12 @@ import os
 import stat
 from collections.abc import Iterable
 
+from hostd.case import DETAIL_ONLY
 from hostd.doctor.commands import FUSER, installed, run_tool
 from hostd.doctor.driver import gpu_name
 from hostd.doctor.facts import Facts, Look, Runtime
 from hostd.doctor.finding import Blind, Results, Skipped
 from hostd.doctor.kinds import found
-from hostd.judge import DETAIL_ONLY
 from hostd.model import GpuInfo, Holder
 from hostd.system.cgroupfs import MONITOR, PAYLOAD
 from hostd.system.devices import canonical_pci

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hostd.config import HookSettings, OnDirty
-from hostd.judge import gpu_text
 from hostd.model import GpuState, Report, Verdict
+from hostd.words import gpu_text
 
 OTHERS = frozenset({"held-by-other", "taken-over"})
 """Held by somebody else's process: reported, never a reason to refuse this container's start."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from hostd.cancel import Cancel
+from hostd.case import Selection
 from hostd.climb import Subject
 from hostd.clock import boot_ticks_now
 from hostd.events import Listener
-from hostd.judge import Selection
 from hostd.ladder import Options, Resume
 from hostd.lifecycle.clearing import SETTLE_S, Cleared, Taken, clear, container_runs
 from hostd.lifecycle.records import Snapshot, pairs

@@ -8,19 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostd.judge import (
-    Case,
-    Handover,
-    Selection,
-    excess_mib,
-    handovers,
-    holders_text,
-    incomplete,
-    judge,
-    others_text,
-)
+from hostd.case import Case, Handover, Selection
+from hostd.figures import excess_mib, handovers
+from hostd.judge import incomplete, judge
 from hostd.model import BlindSpot, DeadClient, GpuState, Heir, ProcessRef, Verdict
 from hostd.verdicts import EXIT_PRECEDENCE, REASONS
+from hostd.words import holders_text, others_text
 
 from .makers import blocked, gpu, holder, look, process, ref, silent, stuck, unit
 
@@ -283,9 +276,10 @@ def test_verdict(row: Row) -> None:
 def test_every_reason_that_a_judge_can_give_has_a_row() -> None:
     from pathlib import Path
 
-    import hostd.judge
+    import hostd
 
-    text = Path(hostd.judge.__file__).read_text()
+    root = Path(hostd.__file__).parent
+    text = "".join((root / name).read_text() for name in ("judge.py", "memorycheck.py", "case.py"))
     given_here = {code for code in REASONS if f'"{code}"' in text}
     assert given_here == {row.reason for row in ROWS}
 
