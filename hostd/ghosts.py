@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from hostd.case import driver_silence
 from hostd.figures import excess_mib
@@ -15,6 +13,7 @@ from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import GpuState, Observation
 from hostd.resetplan import RECOVERY
 from hostd.sources import Sources, read_driver
+from hostd.statefile import read_json, write_json
 from hostd.system.cgroupfs import owner_of
 from hostd.system.kmsg import Xid
 from hostd.words import gpu_text
@@ -48,22 +47,12 @@ class FirstSeen:
         return known
 
     def _read(self) -> dict[str, str]:
-        try:
-            with open(self._path, "rb") as file:
-                found: Any = json.loads(file.read(1 << 16))
-        except (OSError, ValueError):
-            return {}
+        found = read_json(self._path, 1 << 16)
         return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
     def _write(self, known: dict[str, str]) -> None:
         ensure_run_dir(self._run_dir)
-        temporary = f"{self._path}.new"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(fd, json.dumps(known).encode())
-        finally:
-            os.close(fd)
-        os.rename(temporary, self._path)
+        write_json(self._path, known)
 
 
 def haunted(observation: Observation, minors: Iterable[int]) -> list[GpuState]:

@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable
 
 from hostd.errors import BusyError
+from hostd.statefile import read_bytes
 from hostd.verdicts import say
 
 RUN_DIR = "/run/pve-gpu-release"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+"""A directory, a link, a file where the directory should be, a socket in place of the lock file (open(2))."""
 
 
 class ReleaseLock:
@@ -47,7 +51,8 @@ def ensure_run_dir(run_dir: str = RUN_DIR) -> None:
 def open_lock_file(vmid: int, run_dir: str = RUN_DIR) -> tuple[int, str]:
     """(descriptor, path) of the lock file of a container.
 
-    On a full or read-only /run the directory itself is locked: coarser, but a release is never skipped (DESIGN 6).
+    On a full or read-only /run, or where something else is in the file's place, the directory itself is locked: coarser,
+    but a release is never skipped (DESIGN 6).
     """
     try:
         ensure_run_dir(run_dir)
@@ -57,9 +62,9 @@ def open_lock_file(vmid: int, run_dir: str = RUN_DIR) -> tuple[int, str]:
         except FileExistsError:
             pass
         path = os.path.join(locks, f"{vmid}.lock")
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), path
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), path
     except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if exc.errno not in (*_NO_ROOM, *_DAMAGED):
             raise
         path = run_dir if os.path.isdir(run_dir) else "/run"
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path
@@ -80,7 +85,8 @@ def try_lock(vmid: int, run_dir: str = RUN_DIR) -> ReleaseLock | None:
 def is_held(vmid: int, run_dir: str = RUN_DIR) -> bool:
     """True when somebody else has the lock now. Makes and changes nothing."""
     try:
-        fd = os.open(os.path.join(run_dir, "locks", f"{vmid}.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        path = os.path.join(run_dir, "locks", f"{vmid}.lock")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -129,9 +135,8 @@ def acquire(
 def read_owner(vmid: int, run_dir: str = RUN_DIR) -> int:
     """The pid written by the last owner; 0 when unknown. A hint for people, never a decision."""
     try:
-        with open(os.path.join(run_dir, "locks", f"{vmid}.lock"), "rb") as file:
-            return int(file.read(20) or b"0")
-    except (OSError, ValueError):
+        return int(read_bytes(os.path.join(run_dir, "locks", f"{vmid}.lock"), 20) or b"0")
+    except ValueError:
         return 0
 
 
@@ -140,5 +145,5 @@ def _write_owner(fd: int) -> None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
     except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EBADF, errno.EINVAL, errno.EISDIR):
+        if exc.errno not in (*_NO_ROOM, errno.EBADF, errno.EINVAL, errno.EISDIR):
             raise

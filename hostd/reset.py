@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import select
 import signal
@@ -17,13 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from hostd.errors import RefusedError
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import Holder
 from hostd.resetplan import REBOOT, RECOVERY, Radius, radius_of, vfio_pci
 from hostd.sources import Sources, read_driver
+from hostd.statefile import read_json, write_json
 from hostd.system.nvml import Nvml
 from hostd.verdicts import say
 
@@ -134,26 +134,16 @@ class Journal:
 
     def write(self, record: Json) -> None:
         """Replaces the record. Raises OSError: what cannot be undone later is not done."""
-        final = self._file(str(record["release_id"]))
-        temporary = f"{final}.new"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(fd, json.dumps(record).encode())
-        finally:
-            os.close(fd)
-        os.rename(temporary, final)
+        write_json(self._file(str(record["release_id"])), record)
 
     def read(self, release_id: str) -> Json | None:
+        """One record; None when there is none or it is damaged."""
         try:
-            fd = os.open(self._file(release_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
+            path = self._file(release_id)
+        except ValueError:
             return None
-        with os.fdopen(fd, "rb") as file:
-            try:
-                record = json.loads(file.read(1 << 20))
-            except ValueError:
-                return None
-        return record if isinstance(record, dict) else None
+        record = read_json(path)
+        return record if _is_record(record) else None
 
     def names(self) -> list[str]:
         try:
@@ -161,9 +151,11 @@ class Journal:
         except OSError:
             return []
 
-    def remove(self, release_id: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._file(release_id))
+    def remove(self, name: str) -> None:
+        """Whatever is there under this name, if it can be removed."""
+        path = os.path.join(self.path, f"{name}.json")
+        with contextlib.suppress(OSError):
+            os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
 
     def make(self) -> None:
         ensure_run_dir(self._run_dir)
@@ -174,6 +166,18 @@ class Journal:
         if not release_id or not all(c in "0123456789abcdef-" for c in release_id):
             raise ValueError(f"not a release id: {release_id!r}")
         return os.path.join(self.path, f"{release_id}.json")
+
+
+def _is_record(value: object) -> TypeGuard[Json]:
+    """True when what is in it has the types that its readers count on."""
+    if not isinstance(value, dict):
+        return False
+    lists = [value.get(key) or [] for key in ("wanted", "services", "stopped")]
+    return (
+        isinstance(value.get("at", 0), (int, float))
+        and all(isinstance(items, list) and all(isinstance(item, str) for item in items) for items in lists)
+        and all(isinstance(value.get(key) or {}, dict) for key in ("persistence", "outcome"))
+    )
 
 
 def perform(journal: Journal, request: Json, radius: Radius, tell: Callable[[str], None]) -> Outcome:

@@ -6,17 +6,16 @@ release: the record is then missing and `missing` says why, for the journal.
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from hostd.clock import boot_ticks_now
 from hostd.events import Silent
 from hostd.ladder import Resume
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import Holder, Observation, ProcessRef, Report, RungRecord, Step
+from hostd.statefile import read_json, write_json
 from hostd.wire import report_dict, rung_dict
 
 Json = dict[str, Any]
@@ -43,40 +42,15 @@ class Store:
             os.mkdir(self.path, 0o700)
         except FileExistsError:
             pass
-        final = self._file(record["release_id"])
-        temporary = f"{final}.{os.getpid()}.new"
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                data = memoryview(json.dumps(record).encode())
-                while data:
-                    data = data[os.write(fd, data) :]
-            finally:
-                os.close(fd)
-            os.rename(temporary, final)
-        except OSError:
-            try:
-                os.unlink(temporary)
-            except OSError:
-                pass  # it was never made
-            raise
+        write_json(self._file(record["release_id"]), record)
 
     def read(self, release_id: str) -> Json | None:
         """One record; None when there is none or it is no record."""
         try:
-            fd = os.open(self._file(release_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (OSError, ValueError):
+            path = self._file(release_id)
+        except ValueError:
             return None
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_BYTES:
-                return None
-            with open(fd, "rb", closefd=False) as file:
-                record = json.loads(file.read(_MAX_BYTES))
-        except (ValueError, RecursionError, OSError):
-            return None
-        finally:
-            os.close(fd)
+        record = read_json(path, _MAX_BYTES)
         return record if is_record(record, release_id) else None
 
     def all(self) -> list[Json]:
@@ -140,7 +114,7 @@ class Store:
         return os.path.join(self.path, f"{release_id}.json")
 
 
-def is_record(value: object, release_id: str) -> bool:
+def is_record(value: object, release_id: str) -> TypeGuard[Json]:
     """True when everything in it has the type that its readers count on."""
     if not isinstance(value, dict) or value.get("release_id") != release_id:
         return False

@@ -4,17 +4,18 @@ atomically. A reboot leaves none; a full /run costs the memory, never the event.
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from typing import Any, TypeVar
 
 from hostd.clock import boot_s
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import Evidence, Holder, Process, ProcessRef
+from hostd.statefile import read_json, write_json
 
 Json = dict[str, Any]
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -159,37 +160,19 @@ class Records:
         """Why the last thing could not be written; empty when it was."""
 
     def read(self, kind: type[T], vmid: int) -> T | None:
-        try:
-            fd = os.open(self._path(kind, vmid), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
-        with os.fdopen(fd, "rb") as file:
-            try:
-                return parse(kind, json.loads(file.read(_MAX_BYTES)))
-            except (ValueError, TypeError, RecursionError, OSError):
-                return None
+        """The record of a container; None when there is none or it makes no sense."""
+        record = parse(kind, read_json(self._path(kind, vmid)))
+        return record if record is not None and record.vmid == vmid else None
 
     def write(self, record: Snapshot | Started | Stopped | Watched) -> bool:
         """Replaces the record of its container. False: `problem` says why."""
-        final = self._path(type(record), record.vmid)
-        temporary = f"{final}.{os.getpid()}.new"
+        path = self._path(type(record), record.vmid)
         try:
             ensure_run_dir(self._run_dir)
-            os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                data = memoryview(json.dumps(asdict(record)).encode())
-                while data:
-                    data = data[os.write(fd, data) :]
-            finally:
-                os.close(fd)
-            os.rename(temporary, final)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            write_json(path, asdict(record))
         except OSError as exc:
             self.problem = str(exc)
-            try:
-                os.unlink(temporary)
-            except OSError:
-                pass  # it was never made
             return False
         self.problem = ""
         return True
@@ -212,15 +195,50 @@ class Records:
         return os.path.join(self._run_dir, _FOLDERS[kind], f"{vmid:d}.json")
 
 
-def parse(kind: type[T], values: Any) -> T:
-    """A record from its JSON. Raises TypeError or ValueError."""
+def parse(kind: type[T], values: object) -> T | None:
+    """A record from its JSON; None unless everything in it has the type that its readers count on."""
+    made: T | None = _made(kind, values)
+    if isinstance(made, Snapshot):
+        holders = [_made(SeenHolder, holder) for holder in made.holders]
+        if not all(holder is not None and set(holder.evidence) <= set(Evidence) for holder in holders):
+            return None
+        made.holders = holders
+    return made
+
+
+def _made(kind: type[Any], values: object) -> Any:
     if not isinstance(values, dict):
-        raise ValueError("not an object")
-    known = {f.name for f in fields(kind)}
-    record = kind(**{key: value for key, value in values.items() if key in known})
-    if isinstance(record, Snapshot):
-        record.holders = [SeenHolder(**holder) if isinstance(holder, dict) else holder for holder in record.holders]
-    return record
+        return None
+    known = {f.name: str(f.type) for f in fields(kind)}
+    given = {key: value for key, value in values.items() if key in known}
+    if not all(_FITS[known[key]](value) for key, value in given.items()):
+        return None
+    try:
+        return kind(**given)
+    except TypeError:
+        return None  # one that must be there is not
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_ints(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_int, value))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "int | None": lambda value: value is None or _is_int(value),
+    "float": lambda value: _is_int(value) or (isinstance(value, float) and isfinite(value)),
+    "bool": lambda value: isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "list[int]": _is_ints,
+    "list[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    "list[list[int]]": lambda value: isinstance(value, list) and all(_is_ints(item) and len(item) == 2 for item in value),
+    "list[SeenHolder]": lambda value: isinstance(value, list),
+}
+"""Type of a field, as it is written above -> does a value of JSON fit it?"""
 
 
 def slow_stops(run_dir: str = RUN_DIR) -> list[Json]:

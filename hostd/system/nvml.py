@@ -50,13 +50,13 @@ def read_wedged(lock_path: str = LOCK_PATH, older_than_s: float = 10.0) -> Wedge
     since the wall clock may jump.
     """
     try:
-        fd = os.open(lock_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(lock_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        record = os.pread(fd, 4096, 0)
+        record = _head(fd)
     else:
         return None
     finally:
@@ -65,6 +65,14 @@ def read_wedged(lock_path: str = LOCK_PATH, older_than_s: float = 10.0) -> Wedge
     if wedged is None or wedged.age_s < older_than_s or not _exists(wedged.pid):
         return None
     return wedged
+
+
+def _head(fd: int) -> bytes:
+    """Empty where something that has no content is in the file's place."""
+    try:
+        return os.pread(fd, 4096, 0)
+    except OSError:
+        return b""
 
 
 def parse_lock_record(record: bytes, boot_now_s: float) -> Wedged | None:

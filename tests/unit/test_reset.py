@@ -96,8 +96,9 @@ def test_records_survive_and_names_are_checked(tmp_path: Path) -> None:
     journal.write({"release_id": "0a", "stopped": ["x.service"]})
     assert journal.names() == ["0a"] and journal.read("0a") == {"release_id": "0a", "stopped": ["x.service"]}
     for name in ("", "../a", "a/b", "g"):
+        assert journal.read(name) is None
         with pytest.raises(ValueError):
-            journal.read(name)
+            journal.write({"release_id": name})
     journal.remove("0a")
     assert journal.names() == [] and recover(str(tmp_path)) == []
 
