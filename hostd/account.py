@@ -57,7 +57,7 @@ def fill(climb: Climb, last: Observation) -> None:
     report.gpus += [
         _gpu_report(climb.first.gpu(gpu.info.minor), gpu, [h for h in last.foreign if gpu.info.minor in h.gpus])
         for gpu in last.gpus
-        if gpu.info.minor in climb.minors | climb.subject.own_minors
+        if gpu.info.minor in climb.minors | climb.own_minors()
     ]
     report.blind_spots = list(last.blind_spots)
 

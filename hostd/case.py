@@ -23,7 +23,15 @@ class Selection:
     def takes(self, holder: Holder) -> bool:
         if self.pids is not None and holder.ref not in self.pids:
             return False
-        return self.minors is None or bool(self.minors & set(holder.gpus)) or bool(self.nodes & holder.nodes)
+        if self.minors is None or self.nodes & holder.nodes:
+            return True
+        return holder.placed and bool(self.minors & set(holder.gpus))
+
+    def cannot_tell(self, holder: Holder) -> bool:
+        """It has a selected GPU open among others, and the driver did not say which of them it uses: not a target."""
+        if self.minors is None or self.nodes or holder.placed:
+            return False
+        return bool(self.minors & set(holder.gpus)) and (self.pids is None or holder.ref in self.pids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostd.cancel import Cancel
 from hostd.case import Handover, Selection, driver_silence, of_new_run
@@ -12,7 +12,7 @@ from hostd.clock import boot_ticks_now
 from hostd.events import Listener
 from hostd.figures import handovers
 from hostd.ladder import Options, Resume
-from hostd.model import Holder, Observation, ProcessRef, Report, Stuck
+from hostd.model import BlindSpot, Holder, Observation, ProcessRef, Report, Stuck
 from hostd.observe import Observer
 from hostd.sources import Sources
 from hostd.stopunit import Lineage
@@ -29,6 +29,8 @@ class Subject:
 
     vmid: int
     own_minors: frozenset[int] = frozenset()
+    blind_spots: tuple[BlindSpot, ...] = ()
+    """What could not be read of it: part of every look."""
     exists: Callable[[], bool] = lambda: True
 
 
@@ -103,7 +105,12 @@ class Climb:
     def look_first(self) -> Observation:
         """A driver that hangs may take a part of the time only: what comes after needs some, too."""
         limits = self.options.limits
-        return self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
+        return self._look(True, min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
+
+    def _look(self, nvml: bool, nvml_deadline_s: float) -> Observation:
+        seen = self.observer.look(nvml=nvml, nvml_deadline_s=nvml_deadline_s)
+        more = self.subject.blind_spots
+        return replace(seen, blind_spots=(*seen.blind_spots, *more)) if more else seen
 
     def begin(self, first: Observation) -> None:
         self.first = self.latest = first
@@ -113,7 +120,7 @@ class Climb:
 
     def look(self, *, nvml: bool) -> Observation:
         """The next look, and what it says about the container's run, about holders that came back and about others."""
-        observation = self.observer.look(nvml=nvml, nvml_deadline_s=self.driver_limit_s())
+        observation = self._look(nvml, self.driver_limit_s())
         self.latest = observation
         self._note_new_run(observation)
         self._note_handovers(observation)

@@ -53,8 +53,9 @@ def require_root() -> None:
         raise NotPermittedError(message, next_step=step)
 
 
-def find_subject(sources: Sources, vmid: int, pve: Pve) -> tuple[Subject, list[BlindSpot]]:
-    """What is known of container `vmid` beside its processes.
+def find_subject(sources: Sources, vmid: int, pve: Pve) -> Subject:
+    """What is known of container `vmid` beside its processes. A running one whose configuration cannot be read has a
+    blind spot: which GPUs are its own, and may have memory in use that nobody holds, is not known.
 
     Raises NoSuchContainerError when neither configuration nor cgroup exists here (another node that has it is named), and
     UnreadableError when the configuration decides and cannot be read.
@@ -72,10 +73,11 @@ def find_subject(sources: Sources, vmid: int, pve: Pve) -> tuple[Subject, list[B
         if cgroup is None:
             message, step = say("pve-unreadable", vmid=vmid, detail=exc.message)
             raise UnreadableError(message, next_step=step, reason="pve-unreadable", vmid=vmid) from exc
-        return Subject(vmid), [BlindSpot("pve", f"configuration of {vmid}", exc.message, "detail-unreadable")]
+        spot = BlindSpot("pve", f"configuration of {vmid}", exc.message, "detail-unreadable")
+        return Subject(vmid, blind_spots=(spot,))
     if config is None and cgroup is None:
         raise _no_such_container(vmid, pve)
-    return Subject(vmid, configured_minors(config.gpu_paths if config else ())), []
+    return Subject(vmid, configured_minors(config.gpu_paths if config else ()))
 
 
 def _no_such_container(vmid: int, pve: Pve) -> NoSuchContainerError:
@@ -142,10 +144,10 @@ def perform(
         sources.nvml.close()  # while we wait for another release we are no client of the GPU
     else:
         sources.nvml.start()
-    subject, spots = find_subject(sources, vmid, around.pve)
+    subject = find_subject(sources, vmid, around.pve)
     if options.dry_run:
         release = Release(sources, subject, options, around.listener, cancel=cancel, release_id=release_id)
-        return _run(release, spots)
+        return report_dict(release.run())
     store = Store(around.run_dir)
     lock = _lock(vmid, options, around, cancel)
     sources.nvml.start()
@@ -156,7 +158,7 @@ def perform(
         if record is not None and record["report"] is not None:
             return dict(record["report"])
         resume = parse_resume(record) if record is not None else None
-        return _written_ahead(sources, subject, options, around, cancel, release_id, spots, resume)
+        return _written_ahead(sources, subject, options, around, cancel, release_id, resume)
     finally:
         lock.close()
 
@@ -168,7 +170,6 @@ def _written_ahead(
     around: Surroundings,
     cancel: Cancel,
     release_id: str,
-    spots: list[BlindSpot],
     resume: Resume | None,
 ) -> Json:
     recorder = Recorder(
@@ -198,7 +199,7 @@ def _written_ahead(
     if trail is not None and resume is not None and around.journal is not None:
         context = audit.Context(vmid=subject.vmid, release_id=resume.release_id, trigger=options.trigger)
         around.journal.send(audit.resumed(context, resume.was_at))
-    result = _run(release, spots)
+    result = report_dict(release.run())
     if trail is not None and around.journal is not None and recorder.missing:
         around.journal.send(audit.record_missing(trail.context, recorder.missing))
     return result
@@ -222,11 +223,6 @@ def reset_records(run_dir: str) -> bool:
         return any(name.endswith(".json") for name in os.listdir(os.path.join(run_dir, "resets")))
     except OSError:
         return False
-
-
-def _run(release: Release, spots: list[BlindSpot]) -> Json:
-    release.report.blind_spots += spots
-    return report_dict(release.run())
 
 
 def _lock(vmid: int, options: Options, around: Surroundings, cancel: Cancel) -> ReleaseLock:

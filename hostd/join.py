@@ -106,6 +106,7 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         if seen
     }
     gpus, memory, opener = _placement(process.pid, nodes, listed_on, facts, states)
+    open_gpus = gpu_minors_of(nodes, facts)
     if not facts.snapshot.gpus:
         gpus = set(facts.placed.get(process.ref, gpus))
     return Holder(
@@ -120,7 +121,8 @@ def _holder(vmid: int | None, process: Process, nodes: OpenNodes, facts: Facts, 
         user=user_name(process.uid),
         supervisor=supervisor_of(process.cgroup, vmid),
         is_init=process.ref in facts.members.inits,
-        open_gpus=tuple(sorted(gpu_minors_of(nodes, facts))),
+        open_gpus=tuple(sorted(open_gpus)),
+        placed=bool(listed_on) or gpus != open_gpus or len(gpus) < 2 or not _unread(open_gpus, facts),
         passed_on=process.pid in facts.passed,
         dying=process.pid in facts.dying,
     )
@@ -164,6 +166,11 @@ def _placement(
     ]
     memory = _sum(dead.used_mib for _, dead in heirlooms) if not rivals else None
     return {minor for minor, _ in heirlooms}, memory, openers.pop() if len(openers) == 1 else None
+
+
+def _unread(minors: Iterable[int], facts: Facts) -> set[int]:
+    """Those GPUs whose lists of clients the driver did not give at this look."""
+    return set(minors) - {gpu.info.minor for gpu in facts.snapshot.gpus if not gpu.error or gpu.mig}
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

@@ -17,7 +17,7 @@ def judge(case: Case) -> Judgement:
     """The verdict on a case. Released only if no check objects."""
     objections = [
         found
-        for check in (_living, _restless, _dying, _driver_only, _not_seen, _driver_silent, *MEMORY_CHECKS)
+        for check in (_living, _restless, _dying, _not_placed, _driver_only, _not_seen, _driver_silent, *MEMORY_CHECKS)
         if (found := check(case)) is not None
     ]
     if objections:
@@ -48,13 +48,13 @@ def _living(case: Case) -> Judgement | None:
         return judgement(case, "holders-present", holders=who, gpus=where)
     if all(of_new_run(h, case.new_run_ticks) for h in living):
         return judgement(case, "container-restarted", holders=who, gpus=where)
-    if not case.acted and not case.time_is_up:
-        return judgement(case, "holders-present", holders=who, gpus=where)
     if case.xid:
         return judgement(case, "new-xid", holders=who, detail=case.xid, advice=case.xid_advice)
     returned = [h for h in living if h.ref in case.respawned]
     if returned:
         return _respawned(case, returned)
+    if not case.acted and not case.time_is_up:
+        return judgement(case, "holders-present", holders=who, gpus=where)
     if case.known and not any(h.ref in case.known for h in living):
         return judgement(case, "holder-appeared", holders=who, gpus=where)
     return judgement(case, "holders-survive", holders=who, gpus=where, waited=f"{case.waited_s:.0f} s")
@@ -81,6 +81,15 @@ def _driver_only(case: Case) -> Judgement | None:
         h for h in case.after.holders if h.evidence == {Evidence.NVML} and not h.dying and case.selection.takes(h)
     ]
     return judgement(case, "driver-only-holder", holders=holders_text(listed)) if listed else None
+
+
+def _not_placed(case: Case) -> Judgement | None:
+    """With `--gpu`: who may be on that GPU or on another one, while the lists that would tell could not be read."""
+    found = [h for h in case.after.holders if h.targetable and case.selection.cannot_tell(h)]
+    if not found:
+        return None
+    where = gpus_text(case, case.selection.minors or ())
+    return judgement(case, "placement-unknown", holders=holders_text(found), gpus=where)
 
 
 def _dying(case: Case) -> Judgement | None:

@@ -64,6 +64,20 @@ def ghost_before(case: Case) -> Judgement | None:
     return None
 
 
+def ghost_of_whom(case: Case) -> Judgement | None:
+    """Ghost memory on a GPU that may be the container's own: its configuration, which would tell, could not be read."""
+    if case.selection.minors is not None:
+        return None
+    for spot in (s for s in case.after.blind_spots if s.source == "pve"):
+        for state in case.after.gpus:
+            mib = state.ghost_mib
+            if mib is None or mib <= state.tolerance_mib or state.foreign_clients or state.error_code == RESERVE_COUNTED:
+                continue
+            detail = f"{spot.what}: {spot.error}; {mib:,} MiB on {gpu_text(state)} that nobody holds may be its own"
+            return judgement(case, "blind-spots", detail=detail)
+    return None
+
+
 def passed_on(case: Case) -> Judgement | None:
     """A dead client's memory lives on in a descriptor that was opened in this container and is another's now."""
     kept = {s.info.minor for s, _ in _states(case) if (s.dead_mib(Heir.PASSED) or 0) > 0}
@@ -97,4 +111,4 @@ def taken_over(case: Case) -> Judgement | None:
     return None
 
 
-CHECKS = (gpu_lost, ghost, ghost_before, passed_on, kept_by_rest, taken_over)
+CHECKS = (gpu_lost, ghost, ghost_before, ghost_of_whom, passed_on, kept_by_rest, taken_over)

@@ -243,6 +243,8 @@ class Holder:
     """It is the container's init, or one of several candidates: ending it may stop the container."""
     open_gpus: tuple[int, ...] = ()
     """Minors of the GPUs that it has open or mapped, whichever of them it uses."""
+    placed: bool = True
+    """False: `gpus` is everything it has open because the driver's lists, which could say more, were not to be had."""
     passed_on: bool = False
     """Not the container's, but a descriptor that it has was opened inside it."""
     dying: bool = False

@@ -213,6 +213,14 @@ _ROWS = (
         "a descriptor may be in flight in a socket; ending that process inside the container frees it",
     ),
     Reason(
+        "placement-unknown",
+        U,
+        4,
+        "container {vmid}: {holders} has {gpus} open beside other GPUs, and the driver does not say which of them it uses; "
+        "it was left alone",
+        "pve-gpu-release {vmid} --pid PID, or without --gpu",
+    ),
+    Reason(
         "blind-spots",
         U,
         4,

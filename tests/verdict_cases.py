@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, str]] = {
     "handover-host": ("`--all-containers` while the host has it open", "gpu-host-holds"),
     "handover-vfio": ("`--all-containers` for a GPU that vfio-pci has", "gpu-not-ours"),
     "restarted": ("the container is started again in the middle of a release", "container-restarted"),
+    "not-placed": ("--gpu while the driver does not say which of several GPUs a holder uses", "placement-unknown"),
+    "configuration-unreadable": ("ghost memory, and the configuration that tells whose GPU it is cannot be read", "blind-spots"),
     "kept-by-rest": ("--pid of an opener: children that were not selected keep its memory", "held-by-rest"),
     "draining": ("the time limit passes while memory still falls", "draining"),
     "passed-on": ("the descriptor was passed to another container, which keeps the memory", "held-by-other"),

@@ -75,7 +75,7 @@ def main(root: str) -> None:
     def release(sources: Sources, order: Json) -> Json:
         limits = Limits(**order.get("limits", {}))
         options = Options(limits=limits, **order.get("options", {}))
-        subject, _ = find_subject(sources, order["vmid"], Pve())
+        subject = find_subject(sources, order["vmid"], Pve())
         hook = order.get("hook")
         late = hook if hook and hook.get("late") else None
         effects, cancel = Recorder(order["real"], late), Cancel()

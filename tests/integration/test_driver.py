@@ -232,6 +232,42 @@ def test_no_memory_figures(
     assert dead(holder) and lives(other) and answer.gpu(50)["ghost_mib"] is None
 
 
+@pytest.mark.case("not-placed")
+@pytest.mark.parametrize(
+    "trouble",
+    [{"lost": {51: 1}}, {"error": {51: "nvmlDeviceGetComputeRunningProcesses=4"}}, {"error": "nvmlInit=18"}],
+    ids=["lost", "list refused", "mismatch"],
+)
+def test_with_gpu_nobody_is_ended_who_may_be_on_another_one(
+    node: Node, product: Product, container: Container, expected: str, trouble: dict[str, object]
+) -> None:
+    """Both jobs have every node open, as CUDA does; the lists that tell them apart are not all to be had."""
+    there = container.spawn_holder(open=ALL_NODES, alloc=("50:100:compute",))
+    elsewhere = container.spawn_holder(open=ALL_NODES, alloc=("51:100:compute",))
+    alone = container.spawn_holder(open=ONE_GPU)
+    node.control(**trouble)
+    answer = product.ask(129, "--now", "--gpu", "0000:18:00.0").must_be(expected)
+    assert lives(elsewhere) and dead(alone), "one that has this GPU only can be on no other"
+    assert f"pid {elsewhere.pid}" in answer.message
+    assert dead(there) == (trouble != {"error": "nvmlInit=18"}), "the list of its own GPU names it"
+
+
+@pytest.mark.case("configuration-unreadable")
+def test_a_running_container_whose_configuration_cannot_be_read(
+    node: Node, product: Product, engine: Engine, expected: str
+) -> None:
+    """Memory that nobody holds may be on its own GPU, so it is not called free; else a release is as any other."""
+    config = node.path("/etc/pve/nodes/pve8/lxc/129.conf")
+    config.unlink()
+    config.mkdir()
+    node.control(ghost_mib={50: 40_000})
+    assert "configuration of 129" in product.ask("verify", 129).must_be(expected).json["blind_spots"][0]["what"]
+    node.control(ghost_mib={50: 0})
+    holder = engine()
+    assert product.ask(129, "--now").must_be("released").json["blind_spots"]
+    assert dead(holder)
+
+
 # --- a driver that hangs ---------------------------------------------------------------------------------------------
 
 EVERY_CALL = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -125,6 +126,21 @@ ROWS = [
         "listed by the driver alone",
         case(HELD, look(holder(11, 50, seen="nvml"), gpus=[gpu(50, 9, {11: 9})]), **KILLED),
         "driver-only-holder",
+    ),
+    Row(
+        "on which of two GPUs nobody says, and one of them was asked for",
+        case(FREE, look(replace(holder(11, 50, 51), placed=False)), **IDLE, selection=Selection(frozenset({50}))),
+        "placement-unknown",
+    ),
+    Row(
+        "the same without --gpu",
+        case(FREE, look(replace(holder(11, 50, 51), placed=False)), **IDLE),
+        "holders-present",
+    ),
+    Row(
+        "ghost memory while the configuration cannot be read",
+        case(FREE, look(gpus=[gpu(50, 500)], blind=[BlindSpot("pve", "x", "y", "detail-unreadable")]), **IDLE),
+        "blind-spots",
     ),
     Row(
         "past exit, still listed",
