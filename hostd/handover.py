@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hostd.case import DETAIL_ONLY
 from hostd.model import BlindSpot, DeviceId, GpuInfo, Holder
 from hostd.nodeview import look_at_node
+from hostd.observe import Observer
 from hostd.resetplan import vfio_pci
 from hostd.selection import resolve_gpu
 from hostd.sources import Sources, read_driver
 from hostd.system.devices import canonical_pci
 from hostd.words import gpu_text
+
+LOOKS = 3
+"""At each container before it is said that nobody there has the GPU open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def look_at_gpu(sources: Sources, selector: str) -> OpenGpu:
     found = OpenGpu(
         next(gpu_text(g) for g in view.gpus if g.info == info),
         info,
-        blind_spots=tuple(s for s in view.blind_spots if s.code != DETAIL_ONLY and s.source != "nvml"),
+        blind_spots=tuple(s for s in view.blind_spots if s.code != DETAIL_ONLY),
     )
     for holder in view.holders:
         if holder.process.pid == sources.nvml.pid or not (info.minor in holder.gpus or nodes & holder.nodes):
@@ -49,7 +53,25 @@ def look_at_gpu(sources: Sources, selector: str) -> OpenGpu:
             found.host.append(holder)
         else:
             found.containers.setdefault(holder.vmid, []).append(holder)
-    return found
+    return found if found.containers else _looked_at_again(sources, found, info, nodes)
+
+
+def _looked_at_again(sources: Sources, found: OpenGpu, info: GpuInfo, nodes: frozenset[DeviceId]) -> OpenGpu:
+    """Nobody was met in one walk over the host: each container by itself, where one that moves fast is met, too."""
+    vmids, blind = sources.cgroups.containers()
+    for vmid in vmids:
+        observer = Observer(sources, vmid)
+        try:
+            for _ in range(LOOKS):
+                seen = observer.look(nvml=False)
+                there = [h for h in seen.holders if info.minor in h.gpus or nodes & h.nodes]
+                if there:
+                    found.containers[vmid] = there
+                    break
+            blind += [s for s in seen.blind_spots if s.code != DETAIL_ONLY]
+        finally:
+            observer.close()
+    return replace(found, blind_spots=tuple(dict.fromkeys((*found.blind_spots, *blind))))
 
 
 def _foreign_driver(selector: str) -> OpenGpu | None:

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             if results[-1]["reason"] == "interrupted":
                 return finish(results, args, several=True)
         there = look(args)
-    results.append(conclusion(there))
+    results.append(conclusion(there, not args.no_verify_memory))
     if not args.json:
         renderer.report(results[-1])
     return finish(results, args, several=len(results) > 1)
@@ -84,7 +84,7 @@ def _release(vmid: int, there: OpenGpu, args: argparse.Namespace, renderer: Rend
         return error_dict(exc, vmid)
 
 
-def conclusion(there: OpenGpu) -> Json:
+def conclusion(there: OpenGpu, verify_memory: bool) -> Json:
     """The last word, on the GPU itself: in the shape of a report."""
     from hostd.verdicts import REASONS, say
     from hostd.wire import SCHEMA, clean
@@ -97,8 +97,8 @@ def conclusion(there: OpenGpu) -> Json:
         facts["others"] = "; ".join(f"container {v}: {people(there.containers[v])}" for v in sorted(there.containers))
     elif there.host:
         reason, facts["others"] = "gpu-host-holds", people(there.host)
-    elif there.blind_spots:
-        spot = there.blind_spots[0]
+    elif spots := [s for s in there.blind_spots if verify_memory or s.source != "nvml"]:
+        spot = spots[0]
         reason, facts["detail"] = "cannot-look", f"{spot.what}: {spot.error}"
     else:
         reason = "gpu-idle"

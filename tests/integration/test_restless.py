@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
-from tests.embedded.build import artefacts
 from tests.embedded.node import Container
-from tests.embedded.scope import Running
 
 from .conftest import ONE_GPU
 from .product import Product
+from .restless import restless
 
 OPEN_PATH_ONLY = """
 import os, sys, time
@@ -20,21 +16,6 @@ held = os.open(sys.argv[1], os.O_PATH)
 print("ready", flush=True)
 time.sleep(1000)
 """
-
-
-MIB = 40_000
-
-
-@contextmanager
-def restless(container: Container, mode: str) -> Iterator[Running]:
-    """With memory on GPU 0 (minor 50), charged to the first process: without it such a descriptor may be missed."""
-    running = container.popen(["restless", mode, *ONE_GPU[:1], "50", str(MIB)], exe=artefacts().restless)
-    assert running.popen.stdout is not None
-    try:
-        assert running.popen.stdout.readline() == "ready\n"
-        yield running
-    finally:
-        running.popen.kill()
 
 
 @pytest.mark.parametrize("mode", ["chain", "move", "tasks"])

@@ -31,7 +31,7 @@ def holder(pid: int, memory_mib: int | None = None, comm: str = "python3") -> Ho
     ],
 )
 def test_the_last_word(options: dict[str, Any], reason: str) -> None:
-    said = conclusion(OpenGpu(**{"name": "GPU 0", "info": INFO, **options}))
+    said = conclusion(OpenGpu(**{"name": "GPU 0", "info": INFO, **options}), verify_memory=True)
     assert said["reason"] == reason and "<" not in said["message"] + said["next_step"], said
 
 

@@ -8,9 +8,10 @@ import select
 
 import pytest
 
-from tests.embedded.node import Node
+from tests.embedded.node import Container, Node
 from tests.integration.conftest import ONE_GPU
 from tests.integration.product import Product
+from tests.integration.restless import restless
 
 PCI = "0000:18:00.0"
 
@@ -93,6 +94,20 @@ def test_a_gpu_of_a_vm_is_not_ours(node: Node, product: Product, expected: str, 
         node.path("/sys/bus/pci/devices/0000:5e:00.0/driver").symlink_to(f"../../drivers/{driver}")
     answer = product.ask("--gpu", "5e:00.0", "--all-containers").must_be(expected)
     assert (driver or "no driver") in answer.message
+
+
+def test_one_that_moves_faster_than_a_look_is_no_idle_gpu(product: Product, container: Container) -> None:
+    """A VM's start would hang in the driver's unbind (CASES)."""
+    with restless(container, "chain"):
+        reasons = {product.ask("--gpu", PCI, "--all-containers", "--yes", "--dry-run").status for _ in range(6)}
+        assert reasons <= {3, 4}
+
+
+def test_a_silent_driver_is_no_idle_gpu(node: Node, product: Product) -> None:
+    node.control(error="nvmlInit=18")
+    product.ask("--gpu", PCI, "--all-containers").must_be("cannot-look")
+    accepted = product.ask("--gpu", PCI, "--all-containers", "--no-verify-memory")
+    assert accepted.must_be("gpu-idle").status == 0
 
 
 def test_nonsense(product: Product) -> None:
