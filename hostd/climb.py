@@ -138,7 +138,12 @@ class Climb:
         """The container was started again: an init that is younger than this release, or a cgroup that is another one
         (DESIGN 4, "Killing by cgroup never hits a new incarnation"; no signal does)."""
         old = self.first.inits if self.resume is None else frozenset[ProcessRef]()
-        young = [i.start_time for i in observation.inits - old if i.start_time >= self.begun_ticks]
+        # A first look may meet it, too: it takes as long as the driver does. One of the tick that we began in is older.
+        young = [
+            init.start_time
+            for init in observation.inits
+            if init.start_time > self.begun_ticks or (init not in old and init.start_time == self.begun_ticks)
+        ]
         if not young and observation.incarnation not in (None, self.first.incarnation):
             young = [self.begun_ticks]  # its cgroup was made anew, its init was not met
         if young:
@@ -158,6 +163,33 @@ class Climb:
             if was is not None and gpu.info.minor in self.minors:
                 gone = [ref.pid for ref in self.dealt if ref.pid in was.own_clients]
                 self.handovers += handovers(was, gpu, gone)
+
+    def recheck(self, pid: int) -> ProcessRef | None:
+        """The identity of a pid, last thing before a signal, if the container still owns it now and it is not of a run
+        that began since the last look: such a process was met by its pid in the driver's list, or in a list of the
+        container's processes that was read again, before its init was."""
+        ref = self.observer.recheck(pid)
+        if ref is None or ref.start_time < self.begun_ticks or self._is_same_run(pid):
+            return ref
+        return None
+
+    def _is_same_run(self, pid: int) -> bool:
+        """The cgroup is the one of the last look and its init lives, or the process is in the namespace of that init."""
+        seen = self.latest
+        if seen is None:
+            return True
+        try:
+            cgroup = self.sources.cgroups.open(self.subject.vmid)
+            if cgroup is not None:
+                with cgroup:
+                    if seen.incarnation not in (None, cgroup.inode):
+                        return False
+            if seen.init is None or self.sources.procfs.read_ref(seen.init.pid) == seen.init:
+                return True
+            process = self.sources.procfs.read_process(pid)
+            return process is not None and self.observer.view.is_inside(process)
+        except OSError:
+            return False
 
     def driver_limit_s(self) -> float:
         """How long one answer of the driver may take now: a part of the time as long as KILL may still be needed, then

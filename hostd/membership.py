@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -74,7 +73,7 @@ class ContainerView:
                 found.running = found.frozen = False
                 return
             with cgroup:
-                found.incarnation = os.fstat(cgroup.fd).st_ino
+                found.incarnation = cgroup.inode
                 pids, blind = cgroup.pids()
                 found.blind_spots += blind
                 found.running = bool(pids)

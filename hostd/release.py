@@ -157,9 +157,8 @@ class Release:
         settled = self.drain.settle(observation)
         if settled is observation:
             return observation
-        return self.drain.until_given_back(
-            settled
-        )  # others may have allocated between the driver's lists and its figures
+        # Once more: others may have allocated between the driver's lists and its figures.
+        return self.drain.until_given_back(settled)
 
     # --- whom ---
 

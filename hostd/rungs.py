@@ -102,7 +102,7 @@ class Rungs:
             if process.ns_pids == (1,) or climb.time_is_up() or climb.is_told_to_stop(observation):
                 continue
             try:
-                pin = Pinned.pin(process.ref, climb.observer.recheck)
+                pin = Pinned.pin(process.ref, climb.recheck)
             except OSError:
                 continue  # then it goes on, and is named in the verdict
             if pin is None:
@@ -177,7 +177,7 @@ class Rungs:
         if pin.gone():
             return True
         try:
-            ours = self._climb.observer.recheck(pin.ref.pid) == pin.ref or pin.gone()
+            ours = self._climb.recheck(pin.ref.pid) == pin.ref or pin.gone()
         except OSError as exc:
             record.note = f"cannot read pid {pin.ref.pid} again: {exc.strerror or exc}"
             return False
@@ -195,7 +195,7 @@ class Rungs:
     def _pin(self, holder: Holder, record: RungRecord) -> Pinned | None:
         """None: it is gone, or its pid is another's, or the container's no more; or it cannot be held (noted)."""
         try:
-            pin = Pinned.pin(holder.ref, self._climb.observer.recheck)
+            pin = Pinned.pin(holder.ref, self._climb.recheck)
         except OSError as exc:
             record.note = f"cannot hold pid {holder.process.pid}: {exc.strerror or exc}"
             return None

@@ -178,6 +178,11 @@ class ContainerCgroup:
         self.vmid = vmid
         self._above = above
 
+    @property
+    def inode(self) -> int:
+        """Of the directory: kernfs never uses one twice, so a cgroup that was made anew has another one."""
+        return os.fstat(self.fd).st_ino
+
     def __enter__(self) -> ContainerCgroup:
         return self
 

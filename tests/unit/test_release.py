@@ -30,7 +30,7 @@ from hostd.system.procfs import Procfs
 from hostd.system.scan import Scanner
 from hostd.waiting import MemoryGauge, Patience, wait_for_exits, wait_readable
 
-from .makers import gpu, look, replace, silent
+from .makers import gpu, look, replace, silent, unit
 
 QUICK = Limits(grace_s=5, kill_grace_s=5, drain_grace_s=0.3, settle_s=0.0, timeout_s=20, respawn_rounds=1)
 LISTENS = (
@@ -92,6 +92,9 @@ class View:
     vmid = 129
 
     def owns(self, process: Process) -> bool:
+        return True
+
+    def is_inside(self, process: Process) -> bool:
         return True
 
 
@@ -160,6 +163,7 @@ def release(
     listener: Silent | None = None,
     resume: Resume | None = None,
     kmsg: str = "/nonexistent",
+    asked: list[bool] | None = None,
     **options: Any,
 ) -> tuple[Report, Looks]:
     own = cancel or Cancel()
@@ -175,6 +179,7 @@ def release(
         kmsg=kmsg,
     )
     looks = Looks(script)
+    looks.asked = asked if asked is not None else []
     made.climb.observer = looks  # type: ignore[assignment]
     try:
         return made.run(), looks
@@ -260,6 +265,127 @@ def test_what_belongs_to_a_new_run_is_left_alone(sources: Sources, jobs: Callabl
         assert report.reason == "container-restarted", new_run
         assert not old.alive() and later is not None and later.alive(), new_run
         assert {h.holder.ref: h.fate.value for h in report.holders}[later.ref] == "spared"
+
+
+def test_a_run_that_begins_during_the_first_look_is_left_alone(sources: Sources, jobs: Callable[..., Job]) -> None:
+    """The look waits for the driver; its lists of processes are read again after that."""
+    new: list[Job] = []
+
+    def script(call: int) -> Observation:
+        if not new:
+            time.sleep(0.03)  # a tick is 10 ms
+            new.append(jobs())
+        init = ProcessRef(7, new[0].process.start_time)
+        return replace(holding(*new), init=init, inits=frozenset({init}), incarnation=2)
+
+    report, _ = release(sources, script)
+    assert report.reason == "container-restarted" and new[0].alive() and report.rungs == []
+
+
+def test_neither_the_gpus_nor_the_init_of_a_new_run_are_ours(sources: Sources, jobs: Callable[..., Job]) -> None:
+    """Its init holds a GPU that the old run never had: no refusal, no proof about that GPU."""
+    old, new = jobs(), list[Job]()
+
+    def script(call: int) -> Observation:
+        first = replace(holding(old), init=INIT, inits=frozenset({INIT}))
+        if call == 1:
+            return first
+        if not new:
+            time.sleep(0.02)
+            new.append(jobs())
+        init = replace(new[0].holder(is_init=True), gpus=(51,), open_gpus=(51,))
+        gpus = (gpu(50, 0), gpu(51, 9000))
+        return replace(first, holders=(init,), gpus=gpus, init=init.ref, inits=frozenset({init.ref}))
+
+    report, _ = release(sources, script)
+    assert report.reason == "container-restarted" and new[0].alive()
+    assert [one.info.minor for one in report.gpus] == [50]
+
+
+class Made:
+    """Cgroups of container 129, as they are when they are opened."""
+
+    def __init__(self, inode: int | None) -> None:
+        self.inode = inode
+
+    def open(self, vmid: int, kind: str = "lxc") -> Made | None:
+        return None if self.inode is None else self
+
+    def is_frozen(self, path: str) -> bool:
+        return False
+
+    def __enter__(self) -> Made:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("sentence", "inode", "init_lives", "inside", "ended"),
+    [
+        ("its cgroup is the one of the look, its init lives", 1, True, False, True),
+        ("the cgroup was made anew between look and signal", 2, True, True, False),
+        ("the init has died since, and it is not in its namespace", 1, False, False, False),
+        ("the init has died since, and it is in its namespace", 1, False, True, True),
+        ("there is no cgroup any more", None, True, False, True),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_who_started_after_us_is_signalled_only_in_the_run_of_the_look(
+    sources: Sources,
+    jobs: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    sentence: str,
+    inode: int | None,
+    init_lives: bool,
+    inside: bool,
+    ended: bool,
+) -> None:
+    """A container that is stopped and started between a look and its signals: the new job was met by the driver's list."""
+    init, young, old = jobs(), [], jobs()
+    monkeypatch.setattr(View, "is_inside", lambda *_: inside)
+    sources.cgroups = Made(inode)  # type: ignore[assignment]
+
+    def script(call: int) -> Observation:
+        if not young:
+            time.sleep(0.03)
+            young.append(jobs())
+            if not init_lives:
+                init.end()
+        seen = replace(holding(old, *young), init=init.ref, inits=frozenset({init.ref}), incarnation=1)
+        return seen if call == 1 else replace(seen, holders=())
+
+    report, _ = release(sources, script)
+    assert not old.alive(), sentence
+    assert young[0].alive() is not ended, sentence
+    assert report.rungs[0].sent == 1 + ended
+
+
+# --- memory after the settle time ----------------------------------------------------------------------------------------
+
+
+def test_what_is_in_use_after_the_settle_time_is_waited_for_again(sources: Sources, jobs: Callable[..., Job]) -> None:
+    """Somebody may have allocated between the driver's lists and its figures of that look: it is not ghost memory yet."""
+    job, asked = jobs(), list[bool]()
+    after = 0
+    looks = iter([900, 900, 0])
+
+    def script(call: int) -> Observation:
+        nonlocal after
+        if call == 1:
+            return look(job.holder(supervisor=unit()), gpus=[gpu(50, 0)])
+        settled = True in (not nvml for nvml in asked)  # looks without the driver: the settle time has begun
+        if asked[-1] and settled:
+            after = next(looks, 0)
+        return holding(job, used=after)
+
+    report, _ = release(sources, script, limits=replace(QUICK, settle_s=0.1, drain_grace_s=5), asked=asked)
+    assert report.reason == "released", report.message
+    assert asked[-2:] == [True, True] and False in asked
 
 
 # --- time --------------------------------------------------------------------------------------------------------------
