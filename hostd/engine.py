@@ -200,8 +200,11 @@ def _written_ahead(
         context = audit.Context(vmid=subject.vmid, release_id=resume.release_id, trigger=options.trigger)
         around.journal.send(audit.resumed(context, resume.was_at))
     result = report_dict(release.run())
-    if trail is not None and around.journal is not None and recorder.missing:
-        around.journal.send(audit.record_missing(trail.context, recorder.missing))
+    if trail is not None and around.journal is not None:
+        if recorder.missing:
+            around.journal.send(audit.record_missing(trail.context, recorder.missing))
+        if around.owner != "daemon" and (wedged := sources.nvml.wedged()):  # the daemon's own watch says it there
+            around.journal.send(audit.nvml_wedged(wedged.pid, wedged.call, wedged.age_s, trail.context))
     return result
 
 

@@ -212,6 +212,13 @@ class Handling:
         if not self.records.write(record):
             self.send(audit.record_missing(self.context(), self.records.problem))
 
+    def note_driver(self) -> None:
+        """Says that a driver call hangs; in the daemon its own watch does."""
+        if self.around.owner == "daemon" or self.outcome.silent:
+            return
+        if wedged := self.sources.nvml.wedged():
+            self.send(audit.nvml_wedged(wedged.pid, wedged.call, wedged.age_s, self.context()))
+
     def drop_stop(self) -> None:
         self.records.drop(Snapshot, self.event.vmid)
         self.records.drop(Watched, self.event.vmid)

@@ -45,6 +45,7 @@ class Lifecycle:
                 Phase.WATCHDOG: self._watch,
             }[self.event.phase]
             what(taken)
+            on.note_driver()
         finally:
             taken.close()
         return on.outcome

@@ -9,10 +9,7 @@ from hostd import audit
 from hostd.service.processes import when_ended
 from hostd.service.server import Server
 from hostd.system.journal import Entry
-from hostd.system.nvml import Wedged, read_wedged
-
-AGE_SHARE = 0.9
-"""A release gives up when its own deadline passes; the call that it gave up began a little later."""
+from hostd.system.nvml import AGE_SHARE, Wedged, read_wedged
 
 
 class DriverWatch:

@@ -43,6 +43,10 @@ class Wedged(NamedTuple):
     age_s: float
 
 
+AGE_SHARE = 0.9
+"""Whoever gives up does so when its own deadline passes; the call that it gave up began a little later."""
+
+
 def read_wedged(lock_path: str = LOCK_PATH, older_than_s: float = 10.0) -> Wedged | None:
     """Who holds `nvml.lock`, if that is a living process and it has for longer than `older_than_s`.
 
@@ -234,6 +238,10 @@ class Nvml:
         """Every GPU (or those of `uuids`) in one look; with `nvlink` their peers too."""
         self.send_snapshot_request(uuids=uuids, nvlink=nvlink, deadline_s=deadline_s)
         return self.receive_snapshot()
+
+    def wedged(self) -> Wedged | None:
+        """The driver call of anybody, ours or not, that has not come back for as long as we would have waited."""
+        return read_wedged(self._lock_path, older_than_s=AGE_SHARE * self._deadline_s)
 
     def send_snapshot_request(
         self, *, uuids: Iterable[str] | None = None, nvlink: bool = False, deadline_s: float | None = None
