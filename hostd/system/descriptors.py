@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from hostd import syscalls
 from hostd.errors import is_gone
+from hostd.system.rings import is_ring, registered_nodes
 
 _BEAT_EVERY = 256
 _UNSTABLE_TRIES = 4
@@ -131,6 +132,8 @@ class Descriptors:
                     mode, major, minor = words[7], words[32], words[33]
                 if major in majors and mode & 0o170000 == 0o020000 and not _is_path_only(tid, name):
                     found.add((major, minor))
+                elif not mode & 0o170000 and is_ring(name, here):  # of no type: an anonymous inode
+                    found |= registered_nodes(tid, name, majors)
             except OSError as exc:
                 left = left or is_gone(exc)
                 problem = problem if is_gone(exc) else exc

@@ -92,6 +92,33 @@ def test_a_container_that_is_stopped_in_the_middle_is_released(
     assert dead(holder) and held_mib(node) == {} and not node.path("/sys/fs/cgroup/lxc/129").exists()
 
 
+# --- a descriptor that is in no table ---------------------------------------------------------------------------------
+
+REGISTER_AND_CLOSE = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+ring = libc.syscall(425, 4, (ctypes.c_char * 120)())
+if ring < 0:
+    print("no io_uring", flush=True)
+fd = os.open("/dev/nvidia0", os.O_RDWR | os.O_NOCTTY)
+assert libc.syscall(427, ring, 2, (ctypes.c_int * 1)(fd), 1) == 0
+os.close(fd)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_gpu_that_is_open_only_in_an_io_uring_is_released(product: Product, container: Container) -> None:
+    """In the container's own mount namespace: the path that the kernel tells is one of it."""
+    job = container.popen([sys.executable, "-I", "-c", REGISTER_AND_CLOSE], stdin=subprocess.PIPE)
+    assert job.popen.stdout is not None
+    if (said := job.popen.stdout.readline()) != "ready\n":
+        pytest.skip(said)
+    assert "nvidia" not in open_files(job)
+    answer = product.release(129).must_be("released")
+    assert answer.signalled() == {job.pid} and not job.process.alive()
+
+
 # --- holders that come late, leave by themselves, change what they are -----------------------------------------------
 
 

@@ -25,6 +25,7 @@ RANK = {
 FAMILIES = {
     *(("nvml", "nvml_child"), ("nvml_child", "nvml"), ("journal", "journalread"), ("journalread", "journal")),
     *(("scan", "scanhelper"), ("scanhelper", "descriptors"), ("scanhelper", "mappings")),
+    ("descriptors", "rings"),
 }
 """Modules of system/ that are one family: library and child, writer and reader, a scan and what its helper reads."""
 HEAVY = {"psutil", "pynvml", "yaml", "proxmoxer", "systemd", "asyncio", "requests", "multiprocessing", "concurrent"}

@@ -22,6 +22,7 @@ from hostd import disposable, syscalls
 from hostd.disposable import Outcome, call_with_deadline
 from hostd.model import DeviceId, OpenNodes
 from hostd.system import scanhelper as module
+from hostd.system.rings import parse_registered
 from hostd.system.scan import DETAIL, Scanner, scan_here
 
 pytestmark = pytest.mark.root
@@ -258,6 +259,75 @@ def parent_of(pid: int) -> int:
 def test_an_enormous_command_line_is_cut(scanner: Scanner, node: str) -> None:
     with running(OPEN, node, *["x" * 100_000] * 10) as pid:
         assert len(scanner.scan([pid], VCS).cmdlines[pid]) <= module.CMDLINE_LIMIT
+
+
+# --- io_uring: registered and closed, so that no table of descriptors has it ---
+
+REGISTER = """
+import ctypes, socket
+libc = ctypes.CDLL(None, use_errno=True)
+ring = libc.syscall(425, 4, (ctypes.c_char * 120)())
+assert ring >= 0, os.strerror(ctypes.get_errno())
+fds = [-1, *({files}), -1]
+assert libc.syscall(427, ring, 2, (ctypes.c_int * len(fds))(*fds), len(fds)) == 0
+for fd in fds[1:-1]:
+    os.close(fd)
+"""
+THE_NODE = "os.open(sys.argv[1], os.O_RDONLY | os.O_NOCTTY),"
+
+
+@pytest.fixture
+def ring() -> None:
+    buffer = (ctypes.c_char * 120)()
+    fd = ctypes.CDLL(None).syscall(425, 4, buffer)  # io_uring_setup(2): the same number on every architecture
+    if fd < 0:
+        pytest.skip("no io_uring here")
+    os.close(fd)
+
+
+def test_a_descriptor_that_is_registered_in_an_io_uring_and_closed_is_found(
+    scanner: Scanner, node: str, ring: None
+) -> None:
+    with running(REGISTER.format(files=THE_NODE), node) as pid:
+        assert not [fd for fd in os.listdir(f"/proc/{pid}/fd") if os.readlink(f"/proc/{pid}/fd/{fd}") == node]
+        result = scanner.scan([pid], VCS)
+        assert (result.open, result.blind_spots) == ({pid: OF_NODE}, [])
+        assert scanner.scan([pid], MEM).open == {}
+
+
+@pytest.mark.parametrize("gone", [os.unlink, lambda path: os.rename(path, path + " moved")], ids=["unlinked", "moved"])
+def test_a_registered_node_that_is_no_longer_at_its_path_is_a_blind_spot_or_found(
+    scanner: Scanner, node: str, ring: None, gone: Callable[[str], None]
+) -> None:
+    with running(REGISTER.format(files=THE_NODE), node) as pid:
+        gone(node)
+        result = scanner.scan([pid], VCS)
+        assert result.open == {pid: OF_NODE} or [spot.code for spot in result.blind_spots] == ["descriptors-unreadable"]
+
+
+def test_what_servers_register_is_nothing(scanner: Scanner, tmp_path: Path, ring: None) -> None:
+    path = tmp_path / "a file\twith\nodd \\ names"
+    path.touch()
+    files = f"{THE_NODE} socket.socket().detach(), *os.pipe(), os.memfd_create('x'), os.eventfd(0)"
+    with running(REGISTER.format(files=files), str(path)) as pid, running(REGISTER.format(files=""), "") as empty:
+        result = scanner.scan([pid, empty], VCS)
+        assert (result.open, result.blind_spots) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        (b"pos:\t0\nUserFiles:\t0\nUserBufs:\t0\n", []),
+        (b"UserFiles:\t3\n    0: /dev/nvidia0\n    2: socket:[7]\nUserBufs:\t1\n    0: 0x7f/4096\n", [b"/dev/nvidia0"]),
+        (b"UserFiles:\t1\n    0: /a\\040b\\134c\nUserBufs:\t0\n", [b"/a b\\c"]),
+        (b"UserFiles:\t2\n    0: nvidia0\n    1: <none>\nUserBufs:\t0\n", [b"nvidia0"]),
+        (b"UserFiles:\t2\nUserBufs:\t0\n", None),
+        (b"pos:\t0\nflags:\t02000002\nmnt_id:\t17\n", None),
+    ],
+    ids=["none", "a node and a socket", "escaped", "an old kernel names no path", "no lock", "no lock, nothing"],
+)
+def test_fdinfo_of_a_ring(text: bytes, paths: list[bytes] | None) -> None:
+    assert parse_registered(text) == paths
 
 
 # --- not being able to look ---
