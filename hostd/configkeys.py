@@ -89,13 +89,13 @@ KEYS = (
         "ladder.stop_units",
         "yes-no",
         False,
-        "First ask the job's own supervisor inside the container (systemd unit, docker) to stop it.",
+        "First ask the job's own supervisor inside the container (systemd unit, docker) to stop it; not at a stop or start.",
     ),
     Key(
         "ladder.reset",
         "choice",
         ResetPolicy.NEVER.value,
-        "Reset a GPU that nothing else frees: never, or auto (only when nobody else is on it). --reset asks once.",
+        "Reset a GPU that nothing else frees: never, or auto (nobody else on it; not at a stop or start). --reset asks once.",
         choices=tuple(ResetPolicy),
     ),
     Key(

@@ -21,7 +21,11 @@ Json = dict[str, Any]
 
 
 def release_for(on: Handling, subject: Subject, plan: Plan, budget_s: float) -> tuple[Json, SideRelease]:
-    """Runs it within the budget. Raises InterruptedRelease when we are asked to stop."""
+    """Runs it within the budget. Raises InterruptedRelease when we are asked to stop.
+
+    `ladder.stop_units` and `ladder.reset` mean nothing here: the job's supervisor went with the container, and under a
+    reset the container might be started (a start waits for this release only so long, then goes on).
+    """
     limits = replace(on.settings.limits, timeout_s=budget_s, settle_s=0.0)
     options = Options(limits=limits, trigger=on.event.trigger)
     store = Store(on.around.run_dir)

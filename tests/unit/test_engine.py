@@ -13,12 +13,13 @@ import pytest
 
 from hostd import audit
 from hostd.cancel import Cancel
-from hostd.config import Config
+from hostd.config import Config, LadderSettings, ResetPolicy
 from hostd.engine import Surroundings, perform
 from hostd.ladder import Limits, Options
 from hostd.lifecycle.event import Event, Phase
 from hostd.lifecycle.handling import Around
 from hostd.lifecycle.phases import Lifecycle
+from hostd.lifecycle.side import SideRelease
 from hostd.sources import Sources
 from hostd.system.nvml import Nvml
 from hostd.system.procfs import Procfs
@@ -121,3 +122,27 @@ def test_a_hook_that_does_the_work_itself_says_it_too(
     finally:
         around.cancel.close()
     assert len(journal.of(audit.NVML_WEDGED)) == times and len(journal.of(audit.PHASE_DONE)) == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.POST_STOP, Phase.EXEC_STOP_POST, Phase.PRE_START, Phase.EXEC_START_PRE])
+def test_a_stop_or_start_neither_asks_units_nor_resets_whatever_is_configured(
+    sources: Sources, tmp_path: Path, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is left to ask; and the container may be started while a reset is under way."""
+    climbed: list[SideRelease] = []
+
+    class Noted(SideRelease):
+        def _run(self) -> None:
+            climbed.append(self)
+            super()._run()
+
+    monkeypatch.setattr("hostd.lifecycle.releasing.SideRelease", Noted)
+    config = Config(LadderSettings(QUICK.limits, stop_units=True, reset=ResetPolicy.AUTO))
+    around = Around("hook", Sent(), Conf(), str(tmp_path / "run"))  # type: ignore[arg-type]
+    try:
+        Lifecycle(sources, Event(129, phase, "hookscript"), config, around).handle()
+    finally:
+        around.cancel.close()
+    (release,) = climbed
+    options = release.climb.options
+    assert (options.stop_units, options.auto_reset, options.reset) == (False, False, False)
