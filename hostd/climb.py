@@ -16,8 +16,11 @@ from hostd.model import BlindSpot, Holder, Observation, ProcessRef, Report, Stuc
 from hostd.observe import Observer
 from hostd.sources import Sources
 from hostd.stopunit import Lineage
-from hostd.system.kmsg import Xid
-from hostd.xid import XidWatch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hostd.system.kmsg import Xid
+    from hostd.xid import XidWatch
 
 LAST_LOOK_S = 2.0
 """The driver gets at least this for an answer, also when the time is up: the verdict rests on the last look."""

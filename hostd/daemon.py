@@ -174,7 +174,8 @@ def preload() -> None:
     """Imports what workers need, so that each one starts with it: pynvml too, which opens no device by itself."""
     import hostd.lifecycle.here
     import hostd.release
-    import hostd.system.nvml_child  # noqa: F401
+    import hostd.system.nvml_child
+    import hostd.xid  # noqa: F401
 
     try:
         import pynvml  # noqa: F401

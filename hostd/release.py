@@ -24,9 +24,7 @@ from hostd.resetrung import ResetRung
 from hostd.rungs import Effects, Rungs
 from hostd.selection import resolve_gpu, resolve_pid
 from hostd.sources import Sources, read_driver
-from hostd.system.kmsg import PATH as KMSG
 from hostd.verdicts import REASONS, say
-from hostd.xid import XidWatch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class Release:
         release_id: str = "",
         resume: Resume | None = None,
         resetter: Resetter | None = None,
-        kmsg: str = KMSG,
+        kmsg: str = "/dev/kmsg",
     ) -> None:
         report = Report(release_id or str(uuid.uuid4()), subject.vmid, options.trigger, dry_run=options.dry_run)
         report.started = utc_now()
@@ -101,6 +99,8 @@ class Release:
         if not work:
             self._conclude(self.drain.until_old_ghosts_rest(first))
             return
+        from hostd.xid import XidWatch  # not for a look that finds nothing
+
         climb.xids = XidWatch(self._kmsg)
         climb.lineage.note(holders)
         last = self._climb_all(first)

@@ -15,7 +15,6 @@ from hostd.figures import excess_mib
 from hostd.judge import judge
 from hostd.lock import RUN_DIR
 from hostd.model import Observation, RungRecord, Step, Stuck, Verdict
-from hostd.resetplan import REBOOT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,7 +93,8 @@ class ResetRung:
         quiet = judgement.verdict is Verdict.RELEASED and not (climb.xids is not None and climb.xids.look())
         if quiet and not os.path.exists(os.path.join(run_dir, "ghosts.json")):
             return judgement
-        from hostd.ghosts import FirstSeen, describe, haunted
+        from hostd.ghosts import FirstSeen, describe, haunted  # not for a release that is fine
+        from hostd.resetplan import REBOOT
 
         states = haunted(last, climb.minors | climb.subject.own_minors)
         since = FirstSeen(run_dir).update(last.gpus)
