@@ -36,7 +36,7 @@ def test_idle_it_has_no_child_no_gpu_and_does_not_wake_up(
 ) -> None:
     engine()
     product.release("129", "--now").must_be("released")
-    assert daemon.status()["daemon"]["workers"] == 0
+    wait_until(lambda: daemon.status()["daemon"]["workers"] == 0, "the end of the worker that has answered")
     daemon.settle()
     daemon.settle_connections()
     assert not [link for link in daemon.descriptors() if "nvidia" in link]
