@@ -24,7 +24,7 @@ from hostd.model import (
     Process,
     ProcessRef,
 )
-from hostd.sources import Sources, known_gpus, open_sources, read_driver
+from hostd.sources import Sources, known_gpus, read_driver
 from hostd.system.scan import DETAIL, ScanResult
 
 MOST_LISTINGS = 50
@@ -181,7 +181,9 @@ class Observer:
                 if self.sources.procfs.is_dying(pid):
                     found.add(pid)
             except OSError as exc:
-                facts.blind_spots.append(BlindSpot("procfs", f"tasks of process {pid}", exc.strerror or str(exc), DETAIL))
+                facts.blind_spots.append(
+                    BlindSpot("procfs", f"tasks of process {pid}", exc.strerror or str(exc), DETAIL)
+                )
         return frozenset(found)
 
 
@@ -206,6 +208,3 @@ def _implausible(snapshot: NvmlSnapshot) -> list[BlindSpot]:
 
 def _words(gpu: NvmlGpu) -> str:
     return ", ".join(map(str, gpu.implausible_pids[:8]))
-
-
-__all__ = ["Observer", "Sources", "open_sources"]

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(args: argparse.Namespace) -> OpenGpu:
-    from hostd.observe import open_sources
+    from hostd.sources import open_sources
 
     config = loaded(args.config)
     sources = open_sources(nvml_deadline_s=config.nvml.deadline_s, read_deadline_s=1.0)

@@ -59,7 +59,7 @@ def find(args: argparse.Namespace) -> Json:
         except remote.DaemonUnavailable:
             pass
     from hostd.nodeview import find_pid
-    from hostd.observe import open_sources
+    from hostd.sources import open_sources
 
     sources = open_sources(nvml_deadline_s=1.0, read_deadline_s=1.0)
     try:

@@ -42,7 +42,7 @@ def look(args: argparse.Namespace) -> Json:
         except remote.DaemonUnavailable:
             pass
     from hostd.nodeview import observe
-    from hostd.observe import open_sources
+    from hostd.sources import open_sources
 
     sources = open_sources(nvml_deadline_s=config.nvml.deadline_s if config else 10.0, read_deadline_s=1.0)
     try:

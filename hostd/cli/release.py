@@ -223,7 +223,7 @@ def in_process(
     from hostd.cancel import Cancel
     from hostd.engine import Surroundings, perform
     from hostd.errors import InterruptedRelease
-    from hostd.observe import open_sources
+    from hostd.sources import open_sources
     from hostd.stream import EventListener
     from hostd.system.journal import Journal
     from hostd.wire import error_dict

@@ -49,7 +49,7 @@ def mib(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from hostd.cancel import Cancel
-    from hostd.observe import open_sources
+    from hostd.sources import open_sources
     from hostd.verdicts import exit_status
     from hostd.wait import result, wait
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _target(args: argparse.Namespace, sources: object) -> ContainerTarget | GpuTarget:
     from hostd.engine import find_subject
-    from hostd.observe import Sources
+    from hostd.sources import Sources
     from hostd.system.pve import Pve
     from hostd.wait import ContainerTarget, GpuTarget
 

@@ -25,7 +25,7 @@ from hostd.errors import PgrError, UnreadableError, is_gone
 from hostd.ladder import Limits
 from hostd.model import BlindSpot, DriverNumbers, GpuInfo, NvmlSnapshot
 from hostd.nodeview import NodeView, look_at_node
-from hostd.observe import open_sources
+from hostd.sources import open_sources
 from hostd.system import devices
 from hostd.system.cgroupfs import MONITOR, Cgroupfs, ContainerCgroup, find_mount, owner_of, vmid_of_name
 from hostd.system.nvml import Nvml, Wedged, read_wedged

@@ -17,12 +17,12 @@ from hostd.errors import InterruptedRelease
 from hostd.ladder import Options
 from hostd.lifecycle.event import CONTEXT_KEYS, START_PHASES, Event, Phase, parse_context
 from hostd.nodeview import find_pid, observe
-from hostd.observe import open_sources
 from hostd.selection import is_gpu_selector, is_pid_selector
 from hostd.service.interface import INTERFACE
 from hostd.service.jobs import stopping_error
 from hostd.service.varlink import Params, invalid_parameter
 from hostd.service.worker import Context, Emit, Forked
+from hostd.sources import open_sources
 from hostd.status import node_status
 from hostd.stream import EventListener
 from hostd.system.journal import Journal
