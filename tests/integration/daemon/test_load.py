@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def test_five_hundred_questions_leak_nothing(daemon: Daemon) -> None:
     ask(500)
     daemon.settle()
     daemon.settle_connections()
-    assert daemon.descriptors() == descriptors
+    # The last connection may be closed a moment after the others, at either time.
+    wait_until(lambda: not Counter(daemon.descriptors()) - Counter(descriptors), "no more is open than before")
     assert rss_kib(daemon.pid) - memory < 1024
 
 
