@@ -12,10 +12,10 @@ from hostd.clock import boot_ticks_now
 from hostd.events import Listener
 from hostd.figures import handovers
 from hostd.ladder import Options, Resume
+from hostd.lineage import Lineage
 from hostd.model import BlindSpot, Holder, Observation, ProcessRef, Report, Stuck
 from hostd.observe import Observer
 from hostd.sources import Sources
-from hostd.stopunit import Lineage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

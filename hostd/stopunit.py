@@ -3,8 +3,6 @@
 What may be touched is decided here, once: the cgroup of one unit or nested container below the container's own
 cgroup, opened beneath a descriptor of it. Never the container's root or inner cgroup, a slice, `init.scope`, `.lxc`, a
 login session, the service of a container engine or of the system itself, nor anything that its init lives in.
-A job without such a cgroup (a shell loop) has a parent that starts it again: that one process may be signalled, after
-it has been seen to start a holder anew.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hostd import syscalls
-from hostd.errors import is_gone
 from hostd.membership import ContainerView, Members
 from hostd.model import Holder, Process, ProcessRef, Supervisor
 from hostd.sources import Sources
@@ -243,47 +240,4 @@ def _read(dir_fd: int, name: str) -> bytes:
         os.close(fd)
 
 
-# --- who brings it back ----------------------------------------------------------------------------------------------
-
-
-class Lineage:
-    """Remembers the living parents of holders, so that whoever starts a job again can be named."""
-
-    def __init__(self, sources: Sources, view: ContainerView) -> None:
-        self._sources = sources
-        self._view = view
-        self._parents: dict[ProcessRef, Process] = {}
-        self._seen: dict[ProcessRef, ProcessRef] = {}
-        """Holder -> its parent."""
-
-    def note(self, holders: Iterable[Holder]) -> None:
-        """Reads the parent of each holder that was not seen before."""
-        for holder in holders:
-            if holder.ref in self._seen or holder.process.ppid <= 1:
-                continue
-            try:
-                parent = self._sources.procfs.read_process(holder.process.ppid)
-            except OSError as exc:
-                if is_gone(exc):
-                    continue
-                raise
-            if parent is None or parent.is_zombie or parent.start_time > holder.process.start_time:
-                continue
-            if self._view.owns(parent):
-                self._seen[holder.ref] = parent.ref
-                self._parents[parent.ref] = parent
-
-    def restarters(self, returned: Iterable[Holder], init: ProcessRef | None) -> list[Process]:
-        """The container's processes that have started more than one holder, one of `returned` among them. Not its
-        init, and no holder: a holder is dealt with as such."""
-        found: dict[ProcessRef, Process] = {}
-        for holder in returned:
-            parent = self._seen.get(holder.ref)
-            if parent is None or parent == init or parent in self._seen:
-                continue
-            if sum(1 for other in self._seen.values() if other == parent) > 1:
-                found[parent] = self._parents[parent]
-        return list(found.values())
-
-
-__all__ = ["Lineage", "Stopped", "UnitStopper", "by_unit", "why_protected"]
+__all__ = ["Stopped", "UnitStopper", "by_unit", "why_protected"]

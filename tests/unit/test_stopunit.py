@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hostd.lineage import Lineage
 from hostd.model import Evidence, Holder, Process, ProcessRef, Supervisor
-from hostd.stopunit import Lineage, by_unit, why_protected
+from hostd.stopunit import by_unit, why_protected
 from hostd.supervisor import how_to_stop, supervisor_of
 from hostd.system.managers import kernel_id, split_message, stop_unit_message
 
