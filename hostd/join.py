@@ -40,6 +40,7 @@ def join(vmid: int, at_s: float, facts: Facts, own_seen: set[int]) -> Observatio
         blind_spots=tuple(facts.blind_spots),
         processes=len(facts.members.processes),
         init=init.ref if init else None,
+        init_pidns=init.pidns if init else 0,
         inits=facts.members.inits,
         incarnation=facts.members.incarnation,
         running=facts.members.running,

@@ -374,6 +374,8 @@ class Observation:
     processes: int = 0
     """Live processes of the container that were looked at."""
     init: ProcessRef | None = None
+    init_pidns: int = 0
+    """Inode of the init's PID namespace; 0 without an init."""
     inits: frozenset[ProcessRef] = frozenset()
     """Every candidate for the init."""
     incarnation: int | None = None

@@ -33,13 +33,15 @@ class SeenHolder:
     gpus: list[int] = field(default_factory=list)
     memory_mib: int | None = None
     evidence: list[str] = field(default_factory=list)
+    inside: bool = False
+    """It runs in the PID namespace of the container's init or below it: the container's wherever its cgroup is."""
 
     @property
     def ref(self) -> ProcessRef:
         return ProcessRef(self.pid, self.start_time)
 
     @classmethod
-    def of(cls, holder: Holder) -> SeenHolder:
+    def of(cls, holder: Holder, inside: bool = False) -> SeenHolder:
         process = holder.process
         return cls(
             process.pid,
@@ -53,6 +55,7 @@ class SeenHolder:
             list(holder.gpus),
             holder.memory_mib,
             sorted(holder.evidence),
+            inside,
         )
 
     def holder(self, vmid: int) -> Holder:

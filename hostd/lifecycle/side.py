@@ -62,6 +62,8 @@ class SideRelease(Release):
         self.runs: ProcessRef | None = None
         """Init of the container when it runs (again): then nothing was touched."""
         self._used_before: dict[int, int] = {}
+        self._inside = {h.ref for h in plan.snapshot.holders if h.inside} if plan.snapshot is not None else set()
+        """Holders that are known to run in the PID namespace of the container's init or below it."""
 
     def _run(self) -> None:
         climb, snapshot = self.climb, self.plan.snapshot
@@ -156,6 +158,8 @@ class SideRelease(Release):
         for holder in before.holders:
             if holder.ref in refs or holder.targetable:
                 self.climb.dealt.setdefault(holder.ref, holder)
+            if self.climb.observer.view.is_inside(holder.process):
+                self._inside.add(holder.ref)
         for gpu in before.gpus:
             if gpu.used_mib is not None:
                 self._used_before.setdefault(gpu.info.minor, gpu.used_mib)
@@ -163,9 +167,10 @@ class SideRelease(Release):
                 self.climb.baseline_mib.setdefault(gpu.info.minor, gpu.baseline_mib if gpu.foreign_clients else 0)
 
     def _end_strays(self) -> None:
-        """Holders of the snapshot that live outside the container's cgroup: members of its PID namespace by then.
+        """Holders outside the container's cgroup that ran in the PID namespace of its init (nobody leaves that).
 
-        They die with the container's init; one that is still there is stuck, or the init was not its own.
+        They die with the init; one that is still there is stuck, or the init was not its own. Who was the container's by
+        its cgroup alone, and has left that, is somebody else's now: left alone.
         """
         strays = [h for h in self.climb.dealt.values() if self._is_stray(h.ref)]
         if not strays or container_runs(self.climb.sources, self.climb.subject.vmid) is not None:
@@ -175,7 +180,7 @@ class SideRelease(Release):
         self.climb.listener.rung_begun(self.report, record, strays)
         pins = [pin for h in strays if (pin := Pinned.pin(h.ref, self._recheck_stray)) is not None]
         try:
-            record.sent = sum(1 for pin in pins if pin.send(9))
+            record.sent = sum(1 for pin in pins if self._recheck_stray(pin.ref.pid) == pin.ref and pin.send(9))
             end_s = time.monotonic() + self.climb.options.limits.kill_grace_s
             left = list(pins)
             while left and time.monotonic() < end_s:
@@ -198,7 +203,7 @@ class SideRelease(Release):
         process = self.climb.sources.procfs.read_process(pid)
         if process is None or process.is_zombie or owner_of(process.cgroup) is not None:
             return None
-        return process.ref if process.ns_pids else None
+        return process.ref if process.ref in self._inside else None
 
 
 __all__ = ["Plan", "SideRelease"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hostd.clock import boot_s
 from hostd.lifecycle.records import SeenHolder, Snapshot, pairs
-from hostd.model import Observation
+from hostd.model import Holder, Observation
+from hostd.system.cgroupfs import owner_of
 
 
 def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) -> Snapshot:
@@ -21,7 +22,7 @@ def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) 
     else:
         earlier = None
     known = {holder.ref: holder for holder in (earlier.holders if earlier else ())}
-    known |= {holder.ref: SeenHolder.of(holder) for holder in seen.holders}
+    known |= {holder.ref: SeenHolder.of(holder, _is_inside(holder, seen)) for holder in seen.holders}
     now.holders = list(known.values())
     minors = {m for holder in seen.holders for m in (*holder.gpus, *holder.open_gpus)}
     now.minors = sorted(minors | set(earlier.minors if earlier else ()))
@@ -30,6 +31,13 @@ def take_snapshot(seen: Observation, invocation: str, earlier: Snapshot | None) 
     baseline |= pairs(earlier.baseline_mib) if earlier else {}
     now.baseline_mib = [[minor, mib] for minor, mib in sorted(baseline.items())]
     return now
+
+
+def _is_inside(holder: Holder, seen: Observation) -> bool:
+    """It runs in the PID namespace of the container's init, or below it: the kernel ends it with that init, and no
+    process ever leaves its PID namespace. One that is the container's by its cgroup alone may be anybody's later."""
+    by_namespace = owner_of(holder.process.cgroup) is None
+    return by_namespace or (seen.init_pidns != 0 and holder.process.pidns == seen.init_pidns)
 
 
 def same_incarnation(a: Snapshot, b: Snapshot) -> bool:

@@ -67,6 +67,36 @@ def test_what_is_left_in_the_cgroup_is_killed_and_named(
     assert [(h["pid"], h["fate"]) for h in report["holders"]] == [(left.pid, "exited")]
 
 
+def test_who_was_its_by_the_cgroup_alone_and_left_that_is_somebody_elses(
+    node: Node, container: Container, hook: Hook, neighbours: list[HolderHandle]
+) -> None:
+    """In container 130's PID namespace, in 129's cgroup at the pre-stop, in neither's cgroup at the post-stop: `ps` says
+    130's. Only what runs in the PID namespace of 129's own init stays 129's wherever it goes."""
+    guest = node.container(130).spawn_holder(open=("/dev/nvidia0",), cgroup="/lxc/129/ns/guest", ignore_term=True)
+    of_unit(node, INVOCATION)
+    hook("pre-stop")
+    snapshot = hook.remembered("snapshots")
+    assert snapshot is not None and [(h["pid"], h["inside"]) for h in snapshot["holders"]] == [(guest.pid, False)]
+    (node.cgroup("/system.slice/guest.scope") / "cgroup.procs").write_text(str(guest.main.outer_pid))
+    container.stop()
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    assert lives(guest) and hook.report()["rungs"] == []
+
+
+def test_who_runs_in_its_pid_namespace_is_its_own_in_any_cgroup(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    holder = engine(ignore_term=True)
+    of_unit(node, INVOCATION)
+    (node.cgroup("/system.slice/astray.scope") / "cgroup.procs").write_text(str(holder.main.outer_pid))
+    hook("pre-stop")
+    snapshot = hook.remembered("snapshots")
+    assert snapshot is not None and [(h["pid"], h["inside"]) for h in snapshot["holders"]] == [(holder.pid, True)]
+    container.stop()
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    assert dead(holder) and hook.report()["verdict"] == "released"
+
+
 def test_a_killed_monitor_leaves_the_payload_to_us(
     node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle], neighbours: list[HolderHandle]
 ) -> None:
