@@ -6,6 +6,7 @@ and checks what it is given; the file itself has no API. Never called from a hoo
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shlex
@@ -22,6 +23,8 @@ NAME = "pve-gpu-release"
 SOURCE = "/usr/lib/pve-gpu-release/hookscripts/pve-gpu-release"
 MARK = "# pve-gpu-release: hookscript of Proxmox containers"
 """In the first lines of every copy of ours."""
+CONFIGURATIONS = "/etc/pve/nodes/*/lxc/*.conf"
+"""Of every container of the cluster, with its snapshots (pct.conf(5))."""
 CHAIN_LIMIT_S = 60
 API_TIMEOUT_S = 30
 """pvesh waits up to 10 s for a container's lock."""
@@ -182,7 +185,7 @@ def choose_storage(storages: Iterable[Storage], wanted: str | None, nodes: int) 
         )
     if not found:
         raise RefusedError(
-            "cannot install the hookscript: no storage of this node allows snippets",
+            "cannot install the hookscript: no storage that this node can use now allows snippets",
             next_step="Datacenter > Storage > local > Content: add Snippets, or pvesm set local --content ...,snippets",
         )
     ranked = sorted(found, key=lambda s: (nodes > 1 and not s.shared, s.name != "local", s.name))
@@ -237,11 +240,15 @@ def chain_limit(text: str) -> float:
 class Snippets:
     """Sets and removes our hookscript. `source` is the script as installed with the package."""
 
-    def __init__(self, api: Api, *, storage: str | None = None, source: str = SOURCE) -> None:
+    def __init__(
+        self, api: Api, *, storage: str | None = None, source: str = SOURCE, configurations: str = CONFIGURATIONS
+    ) -> None:
         self._api = api
         self._source = source
+        self._configurations = configurations
         self.storages = {s.name: s for entry in api.get("/storage") if (s := parse_storage(entry)) is not None}
-        usable = {str(e["storage"]) for e in api.get("/nodes/localhost/storage", content="snippets", enabled=1)}
+        there = api.get("/nodes/localhost/storage", content="snippets", enabled=1)
+        usable = {str(e["storage"]) for e in there if str(e.get("active", "1")) != "0"}  # 0: not mounted
         self.storages = {name: s for name, s in self.storages.items() if name in usable}
         self._wanted = storage
 
@@ -289,6 +296,7 @@ class Snippets:
         """
         volume, text, digest = self.current(vmid)
         ours = is_ours(text) or _is_our_name(volume)
+        _refuse_lost_chain(vmid, volume, text)
         chained = chained_volume(text) if ours else volume
         if not ours and volume and not chain:
             raise RefusedError(
@@ -321,15 +329,30 @@ class Snippets:
         volume, text, digest = self.current(vmid)
         if not volume or not (is_ours(text) or _is_our_name(volume)):
             return Change(vmid, "unchanged", f"container {vmid} has no hookscript of ours", volume)
+        _refuse_lost_chain(vmid, volume, text)
         before = chained_volume(text)
         self._set(vmid, before, digest)
-        if before:
+        if before and not self._is_named(volume):
             try:
                 os.unlink(self.path_of(volume))
             except OSError:
-                pass  # another node's, or gone: nothing refers to it any more
+                pass  # another node's, or gone
         message = f"container {vmid}: hookscript removed" + (f", {before} is set again" if before else "")
         return Change(vmid, "disabled", message, before)
+
+    def _is_named(self, volume: str) -> bool:
+        """Some container of the cluster, or a snapshot of one, has this hookscript (a clone or a restored backup has its
+        origin's): without the file it would not start. Also True when that cannot be said."""
+        paths = glob.glob(self._configurations)
+        for path in paths:
+            try:
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    lines = file.read(1 << 20).split("\n")
+            except OSError:
+                return True
+            if any(key == "hookscript" and value.strip() == volume for key, _, value in (x.partition(":") for x in lines)):
+                return True
+        return not paths
 
     def _storage_for(self, volume: str) -> Storage:
         """Where it is already, unless another one is asked for."""
@@ -361,6 +384,19 @@ class Snippets:
             raise UnreadableError(
                 f"cannot read {self._source}: {exc.strerror}", next_step="apt install --reinstall pve-gpu-release"
             ) from exc
+
+
+def _refuse_lost_chain(vmid: int, volume: str, text: str) -> None:
+    """Raises RefusedError when our snippet calls another one and cannot be read: which one that is stands there only."""
+    if is_ours(text) or not _is_our_name(volume) or split_volume(volume)[1] == NAME:
+        return
+    raise RefusedError(
+        f"cannot change the hookscript of container {vmid}: {volume} calls another one after ours, and cannot be read to "
+        "tell which",
+        next_step=f"make its storage available; or pct set {vmid} --hookscript with the container's own one, "
+        f"then pve-gpu-release hook enable --chain {vmid}",
+        vmid=vmid,
+    )
 
 
 def _is_our_name(volume: str) -> bool:

@@ -83,10 +83,11 @@ def test_the_script_is_ours_and_can_be_chained() -> None:
 
 
 class FakeApi:
-    """Proxmox's API as far as it is used; `configs` are the containers' configurations."""
+    """Proxmox's API as far as it is used; `configs` are the containers' configurations, written to files as well."""
 
     def __init__(self, folder: Path) -> None:
         self.configs: dict[int, dict[str, Any]] = {129: {}}
+        self.active = 1
         self.folder = folder
         self.deaf = False
         self.warns = False
@@ -95,7 +96,7 @@ class FakeApi:
         if path == "/storage":
             return [{"storage": "local", "type": "dir", "path": str(self.folder), "content": "snippets"}]
         if path == "/nodes/localhost/storage":
-            return [{"storage": "local"}]
+            return [{"storage": "local", "active": self.active}]
         if path == "/cluster/status":
             return [{"type": "node"}]
         vmid = int(path.split("/")[4])
@@ -110,8 +111,13 @@ class FakeApi:
             if options.pop("delete", None):
                 config.pop("hookscript")
             config.update(options)
+        self.save()
         if self.warns:
             raise UnreadableError("a warning")
+
+    def save(self) -> None:
+        for vmid, config in self.configs.items():
+            (self.folder / f"{vmid}.conf").write_text("".join(f"{key}: {value}\n" for key, value in config.items()))
 
 
 @pytest.fixture
@@ -121,7 +127,7 @@ def api(tmp_path: Path) -> FakeApi:
 
 
 def snippets(api: FakeApi) -> Snippets:
-    return Snippets(api, source=str(SCRIPT))
+    return Snippets(api, source=str(SCRIPT), configurations=f"{api.folder}/*.conf")
 
 
 def test_enable_installs_sets_and_reads_back(api: FakeApi) -> None:
@@ -161,6 +167,51 @@ def test_a_foreign_one_is_refused_or_chained_and_comes_back(api: FakeApi) -> Non
     assert snippets(api).disable(129).outcome == "disabled"
     assert api.configs[129]["hookscript"] == "local:snippets/other"
     assert not (api.folder / "snippets/pve-gpu-release-129").exists()
+
+
+def chain(api: FakeApi) -> Path:
+    """Container 129 with a hookscript of its own that ours calls; where our snippet for it is."""
+    other = api.folder / "snippets/other"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    api.configs[129]["hookscript"] = "local:snippets/other"
+    snippets(api).enable(129, chain=True)
+    return api.folder / "snippets/pve-gpu-release-129"
+
+
+@pytest.mark.parametrize("where", ["a clone", "a snapshot", "unreadable"])
+def test_a_chained_snippet_stays_while_anybody_has_it(api: FakeApi, where: str) -> None:
+    """Without the file such a container does not start (a clone, a restored backup, a snapshot rolled back)."""
+    file = chain(api)
+    if where == "a clone":
+        api.configs[132] = {"hookscript": "local:snippets/pve-gpu-release-129"}
+    elif where == "a snapshot":
+        (api.folder / "133.conf").write_text("cores: 1\n\n[before]\nhookscript: local:snippets/pve-gpu-release-129\n")
+    else:
+        (api.folder / "134.conf").mkdir()
+    assert snippets(api).disable(129).outcome == "disabled" and api.configs[129]["hookscript"] == "local:snippets/other"
+    assert file.exists()
+
+
+@pytest.mark.parametrize("how", ["gone", "storage off"])
+@pytest.mark.parametrize("verb", ["enable", "disable"])
+def test_whom_a_lost_snippet_called_is_not_guessed(api: FakeApi, how: str, verb: str) -> None:
+    file = chain(api)
+    if how == "gone":
+        file.unlink()
+    else:
+        api.active = 0
+    before = dict(api.configs[129])
+    with pytest.raises(RefusedError, match="calls another one") as caught:
+        snippets(api).enable(129, chain=False) if verb == "enable" else snippets(api).disable(129)
+    assert "pct set 129 --hookscript" in caught.value.next_step and api.configs[129] == before
+
+
+def test_a_storage_that_is_not_mounted_gets_no_snippet(api: FakeApi) -> None:
+    api.active = 0
+    with pytest.raises(RefusedError, match="no storage"):
+        snippets(api).enable(129, chain=False)
+    assert not list((api.folder / "snippets").iterdir())
 
 
 def test_a_foreign_one_that_cannot_run_is_not_chained(api: FakeApi) -> None:
