@@ -20,6 +20,9 @@ def cell(text: str) -> str:
 
 def verdicts() -> str:
     """docs/verdicts.md: every reason, and every situation of the contract with the reason it ends in."""
+    from hostd.service.interface import ONLY_HERE
+
+    of_daemon = "\n".join(f"| `{code}` | {cell(text)} |" for code, text in ONLY_HERE.items())
     reasons = "\n".join(
         f"| `{r.code}` | {r.verdict or '-'} | {r.exit_status} | {cell(r.message)} | {cell(r.next_step) or '-'} |"
         for r in REASONS.values()
@@ -42,6 +45,15 @@ Several objections, or several containers: the worst exit status wins, in the or
 | reason | verdict | exit | message | next step |
 | --- | --- | --- | --- | --- |
 {reasons}
+
+## Reasons of the daemon alone
+
+Callers of the [API](api.md) see them; no command ends with one: `pve-gpu-release` does the work without the daemon then. They have no verdict and
+no exit status.
+
+| reason | where, and what it says |
+| --- | --- |
+{of_daemon}
 
 ## Situations
 

@@ -387,7 +387,8 @@ method Event(
   report: ?Report
 )
 
-# Every error has the stable "reason" of the verdict table, the sentence for people and, where there is one, what to do.
+# Every error has the stable "reason" of the verdict table (docs/verdicts.md), the sentence for people and, where there
+# is one, what to do.
 
 # Neither configuration nor cgroup of such a container on this node.
 error NoSuchContainer (reason: string, message: string, next_step: string, vmid: ?int)
@@ -413,10 +414,10 @@ error Unreadable (reason: string, message: string, next_step: string, vmid: ?int
 # Cancelled by the caller.
 error Interrupted (reason: string, message: string, next_step: string, vmid: ?int)
 
-# The daemon is being stopped and did not finish this; the same work can be done without it.
+# The daemon is being stopped and did not finish this; the same work can be done without it. Reason "stopping".
 error Stopping (reason: string, message: string, next_step: string, vmid: ?int)
 
-# The process that did the work was killed in the middle; the same work can be done without it.
+# The process that did the work was killed in the middle; the same work can be done without it. Reason "worker-lost".
 error Lost (reason: string, message: string, next_step: string, vmid: ?int)
 
 # A bug; the journal has the traceback.
@@ -470,6 +471,12 @@ the work itself."""
 
 STOPPING = f"{INTERFACE}.Stopping"
 LOST = f"{INTERFACE}.Lost"
+ONLY_HERE = {
+    "stopping": "error `Stopping`: the daemon is being stopped and did not finish this",
+    "worker-lost": "error `Lost`: the process that did the work ended without an answer",
+    "in-flight": "`Status`, `releases[]`: somebody is at work on it, there is no verdict yet",
+}
+"""Reasons that no command ends with: `pve-gpu-release` goes on without the daemon, other callers decide themselves."""
 
 
 def error_name(exc: errors.PgrError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from hostd.cli.main import VERBS, split_verb
 from hostd.cli.parser import Parser
+from hostd.service.interface import ERRORS, ONLY_HERE
 from hostd.verdicts import EXIT_PRECEDENCE, REASONS
 from tests.product_command import ROOT
 from tools.docs import PAGES
@@ -40,6 +42,34 @@ def is_placeholder(line: str) -> bool:
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_up_to_date(name: str) -> None:
     assert (ROOT / name).read_text() == PAGES[name](), f"run python tools/docs.py: {name} is old"
+
+
+def reasons_in_code() -> Iterator[tuple[str, str]]:
+    """(file, reason) of every reason that hostd/ writes down: `say("x")`, `reason="x"`, {"reason": "x"} and alike."""
+    for path in sorted((ROOT / "hostd").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            given: list[ast.expr | None] = []
+            if isinstance(node, ast.Call):
+                given += [word.value for word in node.keywords if word.arg == "reason"]
+                name = node.func.id if isinstance(node.func, ast.Name) else ""
+                given += {"say": node.args[:1], "facts_of": node.args[:1], "_do_it_yourself": node.args[1:2]}.get(name, [])
+            elif isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                given += [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "reason"]
+            found = [v.value for v in given if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value]
+            yield from ((str(path.relative_to(ROOT)), reason) for reason in found)
+
+
+def test_every_reason_that_can_be_sent_is_documented() -> None:
+    found = set(reasons_in_code())
+    assert {"stopping", "worker-lost", "busy"} <= {reason for _path, reason in found}
+    pages = (ROOT / "docs/verdicts.md").read_text()
+    for path, reason in found:
+        assert reason in REASONS or reason in ONLY_HERE, (path, reason)
+        assert f"| `{reason}` |" in pages, (path, reason)
+    described = (ROOT / "docs/api.md").read_text()
+    assert all(f'"{reason}"' in described for reason in ONLY_HERE)
+    assert {kind("x").reason for kind in ERRORS.values()} <= set(REASONS)
 
 
 def test_every_reason_has_its_entry_in_the_operations_guide() -> None:
