@@ -24,7 +24,7 @@ KEPT = 40
 MOST = 400
 """Records at all: beyond it the oldest go, finished or not."""
 HIGHEST_VMID = 999_999_999
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 64 << 20
 _REPORT_KEYS = {"release_id", "vmid", "verdict", "reason", "message", "holders", "gpus", "rungs", "duration_ms"}
 
 

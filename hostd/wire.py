@@ -28,6 +28,11 @@ from hostd.model import (
 from hostd.verdicts import REASONS, exit_status, worst
 
 SCHEMA = 1
+TEXT_BYTES = 4096
+"""Of one text that a container chooses (command line, cgroup, unit), as ASCII JSON says it: `\u0001` takes six."""
+ALL_TEXTS_BYTES = 2 << 20
+"""Of all texts of one kind in one message: with many holders each gets less, but never less than LEAST_TEXT_BYTES."""
+LEAST_TEXT_BYTES = 64
 Json = dict[str, Any]
 
 
@@ -55,17 +60,43 @@ def process_dict(process: Process) -> Json:
     }
 
 
-def holder_dict(holder: Holder) -> Json:
+def short(text: str, room: int = TEXT_BYTES) -> str:
+    """`clean`, and cut with "..." at `room` bytes of JSON."""
+    if len(text) * 12 <= room:
+        return clean(text)
+    known = clean(text[:room])
+    size = 0
+    for at, c in enumerate(known):
+        size += 1 if " " <= c <= "~" and c not in '"\\' else 2 if c in '"\\' else 6 if c < "\U00010000" else 12
+        if size > room:
+            return known[:at] + "..."
+    return known if len(text) <= room else known + "..."
+
+
+def room_each(holders: int) -> int:
+    """For each text of so many holders in one message."""
+    return min(TEXT_BYTES, max(LEAST_TEXT_BYTES, ALL_TEXTS_BYTES // max(holders, 1)))
+
+
+def seen_holders(holders: Iterable[Holder]) -> list[Json]:
+    """Holders of any container, with room for each."""
+    found = list(holders)
+    room = room_each(len(found))
+    return [holder_dict(h, room) | {"vmid": h.vmid} for h in found]
+
+
+def holder_dict(holder: Holder, room: int = TEXT_BYTES) -> Json:
+    """What programs see of a holder; `room` is for each of its texts."""
     process = holder.process
     return {
         "pid": process.pid,
         "ns_pids": list(process.ns_pids),
         "start_time": process.start_time,
         "comm": clean(process.comm),
-        "cmdline": clean(holder.cmdline),
-        "user": clean(holder.user),
-        "cgroup": clean(process.cgroup),
-        "unit": clean(holder.supervisor.name) if holder.supervisor else "",
+        "cmdline": short(holder.cmdline, room),
+        "user": short(holder.user, room),
+        "cgroup": short(process.cgroup, room),
+        "unit": short(holder.supervisor.name, room) if holder.supervisor else "",
         "state": process.state,
         "evidence": [e.value for e in Evidence if e in holder.evidence],
         "gpus": list(holder.gpus),
@@ -74,8 +105,8 @@ def holder_dict(holder: Holder) -> Json:
     }
 
 
-def holder_report_dict(report: HolderReport) -> Json:
-    result = holder_dict(report.holder) | {"fate": report.fate.value}
+def holder_report_dict(report: HolderReport, room: int = TEXT_BYTES) -> Json:
+    result = holder_dict(report.holder, room) | {"fate": report.fate.value}
     if report.stuck is not None:
         result["stuck"] = stuck_dict(report.stuck)
     return result
@@ -92,7 +123,7 @@ def stuck_dict(stuck: Stuck) -> Json:
     }
 
 
-def gpu_report_dict(report: GpuReport) -> Json:
+def gpu_report_dict(report: GpuReport, room: int = TEXT_BYTES) -> Json:
     info = report.info
     return {
         "index": info.index,
@@ -106,7 +137,7 @@ def gpu_report_dict(report: GpuReport) -> Json:
         "ghost_mib": report.ghost_mib,
         "bar1_used_mib_after": report.bar1_used_mib_after,
         "recovery_action": report.recovery_action,
-        "other_holders": [holder_dict(h) | {"vmid": h.vmid} for h in report.other_holders],
+        "other_holders": [holder_dict(h, room) | {"vmid": h.vmid} for h in report.other_holders],
     }
 
 
@@ -147,6 +178,7 @@ def blind_spot_dict(spot: BlindSpot) -> Json:
 
 def report_dict(report: Report) -> Json:
     """One release (DESIGN 5). A refusal or an error has `verdict: null`."""
+    room = room_each(len(report.holders) + sum(len(g.other_holders) for g in report.gpus))
     return {
         "schema": SCHEMA,
         "release_id": report.release_id,
@@ -159,8 +191,8 @@ def report_dict(report: Report) -> Json:
         "dry_run": report.dry_run,
         "started": report.started,
         "duration_ms": report.duration_ms,
-        "holders": [holder_report_dict(h) for h in report.holders],
-        "gpus": [gpu_report_dict(g) for g in report.gpus],
+        "holders": [holder_report_dict(h, room) for h in report.holders],
+        "gpus": [gpu_report_dict(g, room) for g in report.gpus],
         "rungs": [rung_dict(r) for r in report.rungs],
         "blind_spots": [blind_spot_dict(b) for b in report.blind_spots],
         "details": [clean(text) for text in report.details],
@@ -198,7 +230,7 @@ def status_of(result: Json) -> int:
 def observed_event(observation: Observation, holders: Iterable[Holder]) -> Json:
     return {
         "event": "observed",
-        "holders": [holder_dict(h) | {"vmid": h.vmid} for h in holders],
+        "holders": seen_holders(holders),
         "gpus": [gpu_state_dict(g) for g in observation.gpus],
         "blind_spots": [blind_spot_dict(b) for b in observation.blind_spots],
     }
@@ -215,7 +247,7 @@ def waiting_event(what: str, since_s: float) -> Json:
 def ps_dict(observations: Iterable[Holder], gpus: Iterable[GpuState], blind: Iterable[BlindSpot]) -> Json:
     return {
         "schema": SCHEMA,
-        "holders": [holder_dict(h) | {"vmid": h.vmid} for h in observations],
+        "holders": seen_holders(observations),
         "gpus": [gpu_state_dict(g) for g in gpus],
         "blind_spots": [blind_spot_dict(b) for b in blind],
     }

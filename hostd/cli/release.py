@@ -161,7 +161,7 @@ def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Js
     try:
         if remote.wanted(args):
             try:
-                return remote.release(number, given, release_id, renderer.event)
+                return remote.release(number, given, release_id, renderer.event, renderer.warn)
             except remote.DaemonAbsent:
                 pass
             except remote.DaemonLost as exc:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-SILENT_S = 300.0
+SILENT_S = 30.0
 """A worker tells about once a second what it waits for, and is silent for one driver call at most: after so long the
 daemon itself stands still."""
+SILENCE_SAID_AFTER_S = 5.0
 
 
 def wanted(args: argparse.Namespace) -> bool:
@@ -30,12 +31,23 @@ def release(
     options: Json,
     release_id: str,
     emit: Callable[[Json], None],
+    note: Callable[[str], None] = lambda text: None,
 ) -> Json:
-    """One release by the daemon; its progress goes to `emit`. Ctrl-C asks the daemon to stop, the report
-    still comes. Raises PgrError for a typed error, DaemonAbsent before and DaemonLost after it was asked."""
+    """One release by the daemon; its progress goes to `emit`, its silence is said by `note`. Ctrl-C asks the daemon to
+    stop, and the report still comes; a second one, or the loss of the daemon then, does not wait for it. Raises PgrError
+    for a typed error, DaemonAbsent before and DaemonLost after it was asked."""
+    steps: list[str] = []
+
+    def follow(progress: Json) -> None:
+        if progress.get("event") == "rung_begun":
+            steps.append(str(progress["rung"]["step"]))
+        emit(progress)
+
     with connect() as daemon:
 
         def cancel(*_: object) -> None:
+            if interrupt.came:
+                raise _interrupted(vmid, steps)
             interrupt.came = True
             daemon.cancel()
 
@@ -43,7 +55,11 @@ def release(
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             parameters: Json = {"vmid": vmid, "options": options, "on_disconnect": "cancel", "release_id": release_id}
-            return _stream(daemon, "Release", parameters, emit)
+            return _stream(daemon, "Release", parameters, follow, note)
+        except DaemonLost:
+            if interrupt.came:  # asked to stop, and it is not known whether the daemon did: not to be gone on with
+                raise _interrupted(vmid, steps) from None
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -55,8 +71,31 @@ def verify(parameters: Json, emit: Callable[[Json], None]) -> Json:
         return _stream(daemon, "Verify", parameters, emit)
 
 
-def _stream(daemon: Connection, method: str, parameters: Json, emit: Callable[[Json], None]) -> Json:
-    for reply in daemon.call_more(method, parameters, timeout=SILENT_S):
+def _interrupted(vmid: int, steps: list[str]) -> Exception:
+    from hostd.errors import InterruptedRelease
+    from hostd.verdicts import say
+
+    begun = f"it had begun with {', '.join(steps)}" if steps else "it had told of no signal yet"
+    detail = f"container {vmid}: not waited for the daemon's answer; {begun}"
+    message, step = say("interrupted", vmid=vmid, detail=detail)
+    return InterruptedRelease(message, next_step=step)
+
+
+def _stream(
+    daemon: Connection,
+    method: str,
+    parameters: Json,
+    emit: Callable[[Json], None],
+    note: Callable[[str], None] = lambda text: None,
+) -> Json:
+    def patience() -> float:
+        if not daemon.is_silent(SILENCE_SAID_AFTER_S):
+            return SILENT_S
+        left_s = SILENT_S - SILENCE_SAID_AFTER_S
+        note(f"the daemon is silent; waiting {left_s:.0f} s more")
+        return left_s
+
+    for reply in daemon.call_more(method, parameters, timeout=patience):
         progress = reply.get("progress")
         if isinstance(progress, dict):
             emit(progress)

@@ -144,6 +144,15 @@ class Renderer:
         if not self._quiet:
             self._line(terminal.escape(text))
 
+    def warn(self, text: str) -> None:
+        """A remark on the error stream."""
+        if self._quiet:
+            return
+        if self._dirty and self._live is not None:
+            self._write(self._live, "\r\x1b[K")
+            self._dirty = False
+        self._write(sys.stderr, terminal.escape(text) + "\n")
+
     def _gpu(self, gpu: Json, report: Json) -> str:
         before, after = mib(gpu["used_mib_before"]), mib(gpu["used_mib_after"])
         others = gpu["other_holders"]

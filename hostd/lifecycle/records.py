@@ -16,6 +16,8 @@ from hostd.model import Evidence, Holder, Process, ProcessRef
 from hostd.statefile import read_json, write_json
 
 Json = dict[str, Any]
+MOST_BYTES = 64 << 20
+"""Of one record: a snapshot grows with the holders, of which a container may have thousands, with names as it likes."""
 
 
 @dataclass(slots=True)
@@ -164,7 +166,7 @@ class Records:
 
     def read(self, kind: type[T], vmid: int) -> T | None:
         """The record of a container; None when there is none or it makes no sense."""
-        record = parse(kind, read_json(self._path(kind, vmid)))
+        record = parse(kind, read_json(self._path(kind, vmid), MOST_BYTES))
         return record if record is not None and record.vmid == vmid else None
 
     def write(self, record: Snapshot | Started | Stopped | Watched) -> bool:

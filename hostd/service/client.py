@@ -82,6 +82,19 @@ class Connection:
             reply, continues = self._receive(limit)
             yield reply
 
+    def is_silent(self, seconds: float) -> bool:
+        """True when nothing has come and nothing comes within that time; an end or an error is for the next read."""
+        if self._buffer:
+            return False
+        self._sock.settimeout(seconds)
+        try:
+            self._buffer += self._sock.recv(262144)
+        except TimeoutError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def cancel(self) -> None:
         """Ask to stop what is being done with `on_disconnect: cancel`; its final reply still comes. Async-safe."""
         try:

@@ -366,9 +366,37 @@ def _encode(message: Mapping[str, object]) -> bytes:
             text = json.dumps(_clean(message), allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError, MemoryError) as exc:
         raise Unencodable(f"cannot say a reply in JSON: {type(exc).__name__}: {exc}") from exc
+    for characters, items in _SHORTER:
+        if len(text) < MAX_REPLY:
+            break
+        text = json.dumps(_clean(_shortened(message, characters, items)), allow_nan=False, separators=(",", ":"))
     if len(text) >= MAX_REPLY:
         raise Unencodable(f"a reply of {len(text)} bytes is longer than {MAX_REPLY}")
     return text.encode("ascii") + b"\0"
+
+
+_SHORTER = ((1024, 1 << 30), (64, 1 << 30), (64, 4096), (64, 64))
+"""(characters of a text, items of a list) that a reply may have at most, from the first that makes it short enough:
+what a container may make long (command lines, cgroup names, the number of its processes) must not cost the answer."""
+
+
+def _shortened(value: object, characters: int, items: int) -> object:
+    """The same with long texts and lists cut; where lists are, `details` or `blind_spots` say what was left out."""
+    if isinstance(value, str):
+        return value if len(value) <= characters else value[:characters] + "..."
+    if isinstance(value, list | tuple):
+        return [_shortened(item, characters, items) for item in value[:items]]
+    if not isinstance(value, Mapping):
+        return value
+    result = {key: _shortened(item, characters, items) for key, item in value.items()}
+    for key, item in value.items():
+        if isinstance(item, list | tuple) and len(item) > items:
+            left_out = f"{len(item) - items} of {len(item)} {key} are left out: the answer would be too long"
+            if isinstance(details := result.get("details"), list):
+                details.append(left_out)
+            elif isinstance(spots := result.get("blind_spots"), list):
+                spots.append({"source": "daemon", "what": str(key), "error": left_out})
+    return result
 
 
 def _clean(value: object) -> object:

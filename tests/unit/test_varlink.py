@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -323,3 +324,19 @@ def test_systemd_reads_the_description(name: str) -> None:
         file.flush()
         checked = run("varlinkctl", "validate-idl", file.name)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_an_answer_that_would_be_too_long_is_shortened_and_says_so() -> None:
+    """Whatever a container puts into names and however many processes it has: the verdict gets through."""
+    holder = {"pid": 1, "cmdline": "\x01" * 2000, "cgroup": "/lxc/129/ns/" + "x" * 2000, "evidence": ["fd"]}
+    few = {"report": {"verdict": "released", "holders": [holder] * 2_000, "details": []}}
+    reply = json.loads(varlink.encode_reply(few)[:-1])["parameters"]["report"]
+    assert len(reply["holders"]) == 2_000 and reply["holders"][0]["cmdline"].endswith("...") and not reply["details"]
+    short = holder | {"cmdline": "x" * 80, "cgroup": "x" * 80}
+    many = {"report": {"verdict": "released", "holders": [short] * 100_000, "details": []}}
+    encoded = varlink.encode_reply(many)
+    reply = json.loads(encoded[:-1])["parameters"]["report"]
+    assert len(encoded) < varlink.MAX_REPLY and reply["verdict"] == "released"
+    assert "of 100000 holders are left out" in reply["details"][0]
+    node = json.loads(varlink.encode_reply({"holders": [short] * 100_000, "blind_spots": []})[:-1])["parameters"]
+    assert "of 100000 holders are left out" in node["blind_spots"][0]["error"]

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from hostd.errors import BusyError, PgrError, UnreadableError, UsageError
 from hostd.ladder import Limits, Options
-from hostd.model import Fate, GpuReport, HolderReport, Report, RungRecord, Step, Verdict
+from hostd.model import Fate, GpuReport, HolderReport, Observation, Report, RungRecord, Step, Verdict
+from hostd.service.varlink import MAX_REPLY, encode_reply
 from hostd.wire import (
     clean,
     error_dict,
     holder_dict,
+    observed_event,
     options_dict,
     parse_options,
     ps_dict,
     releases_dict,
     report_dict,
+    short,
     status_of,
 )
 
@@ -71,6 +74,34 @@ def test_any_text_of_a_container_becomes_valid_json(text: str) -> None:
     encoded = json.dumps(holder_dict(hostile)).encode("ascii")
     assert json.loads(encoded)["cmdline"] == clean(text)
     clean(text).encode()
+
+
+def test_30000_holders_with_names_as_long_as_can_be_fit_into_one_answer() -> None:
+    hostile = replace(
+        holder(11, 50, supervisor=replace(unit(), name="\x01" * 4000)),
+        process=process(11, comm="\x01" * 15, cgroup="/lxc/129/ns/" + "\x01" * 4000),
+        cmdline="\x01" * 16_384,
+    )
+    crowd = [hostile] * 30_000
+    full = report(verdict=Verdict.RELEASED, reason="released", holders=[HolderReport(h, Fate.EXITED) for h in crowd])
+    for said in (report_dict(full), ps_dict(crowd, [], []), observed_event(Observation(129, 0.0, ()), crowd)):
+        sizes = [sum(len(json.dumps(h[key])) for h in said["holders"]) for key in ("cmdline", "cgroup", "unit")]
+        assert len(said["holders"]) == 30_000 and max(sizes) < 3 << 20
+    encoded = encode_reply({"report": report_dict(full)})
+    reply = json.loads(encoded[:-1])["parameters"]["report"]
+    assert (reply["verdict"], status_of(reply)) == ("released", 0) and len(encoded) <= MAX_REPLY
+
+
+@given(st.text(st.characters(exclude_categories=()), max_size=200), st.integers(12, 300))
+def test_a_text_is_cut_at_the_bytes_that_json_needs(text: str, room: int) -> None:
+    said = short(text, room)
+    assert len(json.dumps(said)) - 2 <= room + 3
+    assert said == clean(text) or said.endswith("...")
+
+
+def test_few_holders_keep_their_command_lines() -> None:
+    words = "python3 " + "x" * 4000
+    assert {h["cmdline"] for h in ps_dict([replace(holder(11, 50), cmdline=words)] * 400, [], [])["holders"]} == {words}
 
 
 def test_text_that_is_valid_is_not_touched() -> None:
