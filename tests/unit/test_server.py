@@ -186,7 +186,6 @@ def test_an_inline_method_answers_and_knows_the_caller(served: ServerProcess) ->
         ("Misbehave", {"how": "bug"}, INTERNAL, {"reason": "internal-error"}),
         ("Misbehave", {"how": "deep"}, INTERNAL, {"reason": "internal-error"}),
         ("Misbehave", {"how": "sysexit"}, INTERNAL, {"reason": "internal-error"}),
-        ("Large", {"size": varlink.MAX_REPLY}, INTERNAL, {"reason": "internal-error"}),
     ],
 )
 def test_every_failure_is_a_typed_error(
@@ -197,6 +196,11 @@ def test_every_failure_is_a_typed_error(
     assert reply is not None and reply["error"] == error
     assert said.items() <= reply["parameters"].items()
     assert client.ask("Echo", {"text": "still here"}) is not None
+
+
+def test_an_answer_that_is_too_long_is_shortened_and_is_no_failure(served: ServerProcess) -> None:
+    reply = served.client().ask("Large", {"size": varlink.MAX_REPLY})
+    assert reply is not None and "error" not in reply and reply["parameters"]["x"].endswith("...")
 
 
 def test_a_message_never_carries_a_terminal_sequence_of_a_bug(served: ServerProcess) -> None:
