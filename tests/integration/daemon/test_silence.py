@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
+
+import pytest
 
 from tests.embedded.node import Container, HolderHandle, Node
 from tests.integration.conftest import ONE_GPU
@@ -16,13 +19,16 @@ from .conftest import Daemon
 Engine = Callable[..., HolderHandle]
 
 
+@pytest.mark.parametrize("who", ["daemon", "worker"])
 def test_who_waits_for_a_daemon_that_stands_still_is_told_and_can_leave(
-    node: Node, daemon: Daemon, product: Product, engine: Engine
+    node: Node, daemon: Daemon, product: Product, engine: Engine, who: str
 ) -> None:
     engine(ignore_term=True)
     running = product.start(129, "--grace", "60")
     wait_for_rung(node)
-    daemon.signal(signal.SIGSTOP)
+    stopped = [daemon.pid] if who == "daemon" else daemon.children_of_kind("worker")
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
     try:
         assert running.popen.stderr is not None
         line = running.popen.stderr.readline()
@@ -37,7 +43,8 @@ def test_who_waits_for_a_daemon_that_stands_still_is_told_and_can_leave(
         done = finish(running)
         assert time.monotonic() - begun < 3
     finally:
-        daemon.signal(signal.SIGCONT)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
     assert done.status == 130 and "not waited for the daemon's answer" in done.out, done
 
 
