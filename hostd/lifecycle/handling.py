@@ -15,7 +15,7 @@ from hostd.errors import BusyError, UnreadableError
 from hostd.events import Listener, Silent
 from hostd.lifecycle.clearing import Cleared, Taken, clear, container_runs
 from hostd.lifecycle.event import START_PHASES, Event, Phase
-from hostd.lifecycle.records import Records, Snapshot, Started, Stopped, Watched
+from hostd.lifecycle.records import Record, Records, Snapshot, Started, Watched
 from hostd.lock import RUN_DIR, ReleaseLock, acquire
 from hostd.nodes import MadeNodes
 from hostd.observe import Observer
@@ -208,7 +208,7 @@ class Handling:
         prefix = f"container {self.event.vmid}: "
         self.outcome.messages.append(text.removeprefix(prefix))
 
-    def write(self, record: Snapshot | Started | Stopped | Watched) -> None:
+    def write(self, record: Record) -> None:
         if not self.records.write(record):
             self.send(audit.record_missing(self.context(), self.records.problem))
 

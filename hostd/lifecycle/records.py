@@ -136,6 +136,22 @@ class Stopped:
 
 
 @dataclass(slots=True)
+class Pending:
+    """A stop that somebody is about to deal with, once another release of the container has ended."""
+
+    vmid: int
+    at_s: float
+    key: str
+    pid: int = 0
+    start_time: int = 0
+
+    @property
+    def by(self) -> ProcessRef:
+        """Who waits."""
+        return ProcessRef(self.pid, self.start_time)
+
+
+@dataclass(slots=True)
 class Watched:
     """A stop that the watchdog looks after, for `status`."""
 
@@ -147,11 +163,13 @@ class Watched:
     signalled: bool = False
 
 
-T = TypeVar("T", Snapshot, Started, Stopped, Watched)
+Record = Snapshot | Started | Stopped | Pending | Watched
+T = TypeVar("T", Snapshot, Started, Stopped, Pending, Watched)
 _FOLDERS: dict[type[Any], str] = {
     Snapshot: "snapshots",
     Started: "starts",
     Stopped: "stops",
+    Pending: "pending",
     Watched: "watch",
 }
 
@@ -169,7 +187,7 @@ class Records:
         record = parse(kind, read_json(self._path(kind, vmid), MOST_BYTES))
         return record if record is not None and record.vmid == vmid else None
 
-    def write(self, record: Snapshot | Started | Stopped | Watched) -> bool:
+    def write(self, record: Record) -> bool:
         """Replaces the record of its container. False: `problem` says why."""
         path = self._path(type(record), record.vmid)
         try:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from hostd import audit
 from hostd.climb import Subject
 from hostd.clock import boot_s
-from hostd.lifecycle.clearing import Taken
+from hostd.lifecycle.clearing import Taken, container_runs
 from hostd.lifecycle.event import stop_key
 from hostd.lifecycle.handling import Handling, Known
 from hostd.lifecycle.invocation import unit_invocation
-from hostd.lifecycle.records import Snapshot, Started, Stopped, pairs
+from hostd.lifecycle.records import Pending, Snapshot, Started, Stopped, pairs
 from hostd.lifecycle.releasing import release_for
 from hostd.lifecycle.side import Plan
 from hostd.lifecycle.snapshot import take_snapshot
+from hostd.lock import ReleaseLock
 from hostd.model import Holder
 from hostd.observe import Observer
 
@@ -61,22 +64,65 @@ class Stopping:
         if not on.concerns_us(known, taken):
             on.outcome.silent = True
             return
+        if self._runs():
+            return
         key = stop_key(on.event, unit_invocation(on.event.vmid))
-        lock = on.lock(self._budget_s() / 2)
-        if lock is None:
-            on.clear_again(taken)
-            on.done("busy", "another release of this container is in flight and did not end in time")
+        lock = on.lock(0)
+        if lock is None and self._somebody_waits(key):
+            on.done("busy", "another call of this stop waits until the release in flight has ended")
             return
         try:
+            lock = lock or self._wait_for_lock(key)
+            if lock is None:
+                on.clear_again(taken)
+                on.done("busy", "another release of this container is in flight and did not end in time")
+                return
+            if self._runs():
+                return
             before = on.records.read(Stopped, on.event.vmid)
-            if key and before is not None and before.key == key:
+            if before is not None and self._is_same_stop(before, key):
                 on.clear_again(taken)
                 on.drop_stop()
                 on.done("known", f"dealt with as release {before.release_id[:8]}")
                 return
             self._release(taken, known, key)
         finally:
-            lock.close()
+            if lock is not None:
+                lock.close()
+
+    def _runs(self) -> bool:
+        """A post-stop that comes late, or by hand: the container runs (again), so there is no stop to deal with, nothing
+        to prove and nothing of an announced stop to use up."""
+        on = self._on
+        running = container_runs(on.sources, on.event.vmid)
+        if running is not None:
+            on.say(f"runs (init {running.pid}): no stop to deal with, nothing was touched")
+            on.done("runs-again", f"the container runs (init {running.pid}); nothing was touched")
+        return running is not None
+
+    def _is_same_stop(self, before: Stopped, key: str) -> bool:
+        """Dealt with already. A hookscript may outlive unit and monitor: systemd has no invocation to compare then, but
+        the one in its environment is that of the stop that ExecStopPost= dealt with."""
+        invocation = self._on.event.context.get("INVOCATION_ID", "")
+        return (bool(key) and before.key == key) or (bool(invocation) and before.key == f"unit-{invocation}")
+
+    def _somebody_waits(self, key: str) -> bool:
+        on = self._on
+        pending = on.records.read(Pending, on.event.vmid)
+        if pending is None or not key or pending.key != key or pending.pid <= 1:
+            return False
+        return on.sources.procfs.read_ref(pending.pid) == pending.by
+
+    def _wait_for_lock(self, key: str) -> ReleaseLock | None:
+        """In the daemon this goes on when the hook has returned; whoever comes for the same stop need not wait, too."""
+        on, vmid = self._on, self._on.event.vmid
+        me = on.sources.procfs.read_ref(os.getpid())
+        if key and me is not None:
+            on.write(Pending(vmid, boot_s(), key, me.pid, me.start_time))
+        try:
+            return on.lock(self._budget_s() / 2)
+        finally:
+            on.records.drop(Pending, vmid)
 
     def _release(self, taken: Taken, known: Known, key: str) -> None:
         on, vmid = self._on, self._on.event.vmid
@@ -89,7 +135,8 @@ class Stopping:
         left_s = max(1.0, self._budget_s() - on.elapsed_s())
         report, release = release_for(on, Subject(vmid, minors), plan, left_s)
         on.write(Stopped(vmid, boot_s(), key, report["release_id"], report["verdict"] or ""))
-        on.drop_stop()
+        if release.runs is None:
+            on.drop_stop()
         on.outcome.report = report
         on.outcome.next_step = report["next_step"]
         on.say(report["message"])

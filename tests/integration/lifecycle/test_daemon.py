@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -194,6 +195,39 @@ def test_over_the_budget_the_stop_goes_on_and_so_does_the_daemon(
     assert "pve-gpu-hostd goes on" in done.stdout
     until(lambda: hook.records()[0]["report"], "the daemon to finish")
     assert hook.report()["verdict"] == "released"
+
+
+LOCK = """
+import fcntl, os, sys
+os.makedirs("/run/pve-gpu-release/locks", exist_ok=True)
+fd = os.open("/run/pve-gpu-release/locks/129.lock", os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_another_release_in_flight_costs_a_stop_its_budget_once_and_the_record_still_comes(
+    daemon: Start, node: Node, hook: Hook
+) -> None:
+    hook.configure(HOOK_QUICK.replace("budget: 8", "budget: 1", 1))
+    of_unit(node, INVOCATION)
+    daemon()
+    container = node.container(129)
+    container.spawn_holder(open=("/dev/nvidia0",), alloc=("50:42000:compute",))
+    hook("pre-stop")
+    other = node.popen([sys.executable, "-I", "-c", LOCK], stdin=subprocess.PIPE)
+    assert other.popen.stdout is not None and other.popen.stdout.readline() == "locked\n"
+    container.stop()
+    begun = time.monotonic()
+    assert "goes on" in hook("post-stop", INVOCATION_ID=INVOCATION).stdout
+    first = time.monotonic() - begun
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION)
+    assert first < 8 and time.monotonic() - begun - first < first, "the second call of the same stop waits for nobody"
+    assert hook.records() == []
+    other.popen.communicate("\n", timeout=20)
+    until(lambda: hook.records() and hook.records()[0]["report"], "the daemon to finish")
+    assert hook.triggers() == ["hook-post-stop"] and hook.report()["verdict"] == "released"
 
 
 def test_a_container_without_a_gpu_is_silent_through_the_daemon(daemon: Start, node: Node, hook: Hook) -> None:

@@ -118,7 +118,35 @@ def test_a_container_that_runs_again_is_not_touched(
     hook("pre-start")
     hook("exec-start-pre")
     assert lives(holder)
-    assert all(not record["report"]["rungs"] for record in hook.records())
+    assert hook.records() == [], "nothing was released"
+
+
+def test_a_post_stop_while_it_runs_says_nothing_of_a_release_and_uses_nothing_up(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    """Late, of an earlier run, or by hand, even with the invocation of the unit: the stop that comes is dealt with."""
+    of_unit(node, INVOCATION)
+    holder = engine()
+    hook("pre-stop")
+    said = hook("post-stop", INVOCATION_ID=INVOCATION).stdout
+    assert "nothing was touched" in said and "released" not in said and hook.records() == [] and lives(holder)
+    assert hook.remembered("snapshots") is not None and hook.remembered("stops") is None
+    container.stop()
+    hook("post-stop", INVOCATION_ID=INVOCATION)
+    assert hook.triggers() == ["hook-post-stop"] and [h["pid"] for h in hook.report()["holders"]] == [holder.pid]
+
+
+def test_a_hookscript_that_outlives_the_unit_makes_no_second_record(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    """A hung post-stop and systemctl stop: ExecStopPost= comes first, and systemd has forgotten the invocation by then."""
+    engine()
+    of_unit(node, INVOCATION)
+    container.stop()
+    hook("exec-stop-post", INVOCATION_ID=INVOCATION)
+    node.path("/run/systemd/units/invocation:pve-container@129.service").unlink()
+    hook("post-stop", INVOCATION_ID=INVOCATION, LXC_PID="4711")
+    assert hook.triggers() == ["unit-stop-post"]
 
 
 def test_a_container_without_a_gpu_is_none_of_our_business(node: Node, hook: Hook) -> None:
