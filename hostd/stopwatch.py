@@ -62,7 +62,7 @@ class StopWatch:
         """After a restart of the daemon: stops that were announced to its predecessor."""
         for vmid in self._records.vmids(Snapshot):
             snapshot = self._records.read(Snapshot, vmid)
-            if snapshot is not None:
+            if snapshot is not None and not snapshot.over:
                 self.arm(vmid, max(0.0, boot_s() - snapshot.at_s))
 
     @property
@@ -71,8 +71,9 @@ class StopWatch:
 
     def _fire(self, vmid: int) -> None:
         self._timers.pop(vmid, None)
-        if self._records.read(Snapshot, vmid) is None:
-            return  # it has stopped
+        snapshot = self._records.read(Snapshot, vmid)
+        if snapshot is None or snapshot.over:
+            return
         self._timers[vmid] = self._call_at(time.monotonic() + self._delays(vmid)[1], lambda: self._fire(vmid))
         self._look(vmid)
 
@@ -134,7 +135,7 @@ def look_after(
 ) -> Json:
     """One look at a stop that takes long. Returns what `status` shows; `over` true ends the watch."""
     snapshot = records.read(Snapshot, vmid)
-    if snapshot is None:
+    if snapshot is None or snapshot.over:
         return {"over": True, "message": "the container has stopped"}
     processes = members(sources.procfs, taken.payload)[0] if taken.payload is not None else []
     init = next((p for p in processes if p.ref == snapshot.init_ref), None) or _any_init(sources, processes)
@@ -153,8 +154,12 @@ def look_after(
     signalled = _signal_holders(sources, vmid) if finding.may_signal else []
     message = finding.message + (f"; SIGKILL sent to {', '.join(map(str, signalled))}" if signalled else "")
     if finding.over:
-        records.drop(Snapshot, vmid)
         records.drop(Watched, vmid)
+        if init is not None:
+            records.drop(Snapshot, vmid)
+        else:  # the event that deals with the stop may come much later, after a long unmount
+            snapshot.over = True
+            records.write(snapshot)
     else:
         watched = Watched(vmid, snapshot.at_s, (before.reports if before else 0) + 1, message, finding.next_step)
         watched.signalled = bool(signalled) or (before is not None and before.signalled)

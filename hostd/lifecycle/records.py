@@ -101,6 +101,8 @@ class Snapshot:
     """Pairs (GPU minor, ghost memory without the container)."""
     used_mib: list[list[int]] = field(default_factory=list)
     """Pairs (GPU minor, memory in use at the pre-stop)."""
+    over: bool = False
+    """The watchdog has seen that the container is down: nothing to watch any more."""
 
     @property
     def init_ref(self) -> ProcessRef | None:
