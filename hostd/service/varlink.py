@@ -378,24 +378,33 @@ def _encode(message: Mapping[str, object]) -> bytes:
 _SHORTER = ((1024, 1 << 30), (64, 1 << 30), (64, 4096), (64, 64))
 """(characters of a text, items of a list) that a reply may have at most, from the first that makes it short enough:
 what a container may make long (command lines, cgroup names, the number of its processes) must not cost the answer."""
+_OURS = frozenset({"message", "next_step", "details"})
+"""Sentences of our own: of them each has so many characters at least."""
+_OURS_CHARACTERS = 1024
 
 
 def _shortened(value: object, characters: int, items: int) -> object:
-    """The same with long texts and lists cut; where lists are, `details` or `blind_spots` say what was left out."""
+    """The same with long texts and lists cut. `details` or `blind_spots`, where there are any, say what was left out."""
     if isinstance(value, str):
         return value if len(value) <= characters else value[:characters] + "..."
     if isinstance(value, list | tuple):
         return [_shortened(item, characters, items) for item in value[:items]]
     if not isinstance(value, Mapping):
         return value
-    result = {key: _shortened(item, characters, items) for key, item in value.items()}
-    for key, item in value.items():
-        if isinstance(item, list | tuple) and len(item) > items:
-            left_out = f"{len(item) - items} of {len(item)} {key} are left out: the answer would be too long"
-            if isinstance(details := result.get("details"), list):
-                details.append(left_out)
-            elif isinstance(spots := result.get("blind_spots"), list):
-                spots.append({"source": "daemon", "what": str(key), "error": left_out})
+    result = {
+        key: _shortened(item, max(characters, _OURS_CHARACTERS) if key in _OURS else characters, items)
+        for key, item in value.items()
+    }
+    left_out = {
+        key: f"{len(item) - items} of {len(item)} {key} are left out: the answer would be too long"
+        for key, item in value.items()
+        if isinstance(item, list | tuple) and len(item) > items
+    }
+    texts = f"texts are cut at {characters} characters: the answer would be too long"
+    if isinstance(details := result.get("details"), list):
+        details += [*left_out.values(), texts]
+    elif isinstance(spots := result.get("blind_spots"), list):
+        spots += [{"source": "daemon", "what": key, "error": said} for key, said in left_out.items()]
     return result
 
 

@@ -326,17 +326,29 @@ def test_systemd_reads_the_description(name: str) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_an_answer_that_would_be_too_long_is_shortened_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("holders", "cmdline", "told"),
+    [
+        (1_200, "\x01" * 1500, ["texts are cut at 1024"]),
+        (12_000, "x" * 1500, ["texts are cut at 64"]),
+        (100_000, "x" * 80, ["95904 of 100000 holders are left out", "texts are cut at 64"]),
+    ],
+    ids=["control characters", "long", "many"],
+)
+def test_an_answer_that_would_be_too_long_is_shortened_and_says_so(holders: int, cmdline: str, told: list[str]) -> None:
     """Whatever a container puts into names and however many processes it has: the verdict gets through."""
-    holder = {"pid": 1, "cmdline": "\x01" * 2000, "cgroup": "/lxc/129/ns/" + "x" * 2000, "evidence": ["fd"]}
-    few = {"report": {"verdict": "released", "holders": [holder] * 2_000, "details": []}}
-    reply = json.loads(varlink.encode_reply(few)[:-1])["parameters"]["report"]
-    assert len(reply["holders"]) == 2_000 and reply["holders"][0]["cmdline"].endswith("...") and not reply["details"]
-    short = holder | {"cmdline": "x" * 80, "cgroup": "x" * 80}
-    many = {"report": {"verdict": "released", "holders": [short] * 100_000, "details": []}}
-    encoded = varlink.encode_reply(many)
-    reply = json.loads(encoded[:-1])["parameters"]["report"]
-    assert len(encoded) < varlink.MAX_REPLY and reply["verdict"] == "released"
-    assert "of 100000 holders are left out" in reply["details"][0]
-    node = json.loads(varlink.encode_reply({"holders": [short] * 100_000, "blind_spots": []})[:-1])["parameters"]
-    assert "of 100000 holders are left out" in node["blind_spots"][0]["error"]
+    holder = {"pid": 1, "cmdline": cmdline, "cgroup": "/lxc/129/ns/" + cmdline, "evidence": ["fd"]}
+    ours = {"verdict": "released", "reason": "released", "message": "m" * 200, "next_step": "n" * 200}
+    encoded = varlink.encode_reply({"report": ours | {"holders": [holder] * holders, "details": ["before"]}})
+    report = json.loads(encoded[:-1])["parameters"]["report"]
+    assert len(encoded) <= varlink.MAX_REPLY and report["holders"][0]["cmdline"].endswith("...")
+    assert ours.items() <= report.items()
+    assert report["details"][0] == "before" and len(report["details"]) == len(told) + 1
+    assert all(said.startswith(start) for said, start in zip(report["details"][1:], told, strict=True))
+
+
+def test_an_answer_about_the_node_says_in_its_blind_spots_whom_it_leaves_out() -> None:
+    seen = {"pid": 1, "cmdline": "x" * 80, "cgroup": "x" * 80}
+    node = json.loads(varlink.encode_reply({"holders": [seen] * 100_000, "blind_spots": []})[:-1])["parameters"]
+    (spot,) = node["blind_spots"]
+    assert "of 100000 holders are left out" in spot["error"]
