@@ -482,7 +482,7 @@ def test_a_reader_that_never_reads_is_closed_and_its_memory_given_back(room: Pat
             for _ in range(100_000):
                 deaf.say("Large", {"size": 200_000})
         assert other.ask("Echo", {"text": "x"})
-        assert served.status("VmHWM") < 120_000  # KiB
+        assert served.status("VmHWM") < 200_000  # KiB
 
 
 def test_above_the_limit_the_longest_idle_client_is_closed(room: Path) -> None:
