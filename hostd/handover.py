@@ -63,7 +63,7 @@ def _looked_at_again(sources: Sources, found: OpenGpu, info: GpuInfo, nodes: fro
         observer = Observer(sources, vmid)
         try:
             for _ in range(LOOKS):
-                seen = observer.look(nvml=False)
+                seen = observer.look()
                 there = [h for h in seen.holders if info.minor in h.gpus or nodes & h.nodes]
                 if there:
                     found.containers[vmid] = there
