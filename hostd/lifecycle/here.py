@@ -11,6 +11,7 @@ from typing import Any
 from hostd import audit
 from hostd.cancel import Cancel
 from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, HookSettings, load
+from hostd.engine import raise_descriptor_limit
 from hostd.errors import PgrError
 from hostd.lifecycle.event import Event, Phase, parse_context
 from hostd.lifecycle.handling import Around
@@ -33,6 +34,7 @@ def deal_with(vmid: int, phase: str, source: str, context: dict[str, str], why: 
     journal = Journal(on_drop=audit.entries_dropped)
     cancel = Cancel()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    raise_descriptor_limit()  # the caller's is unfiltered (PCT_FLOWS 3)
     try:
         config = read_config(event, journal)
         hook = config.for_container(vmid).hook

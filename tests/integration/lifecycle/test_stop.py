@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.embedded.node import Container, HolderHandle, Node
 from tests.integration.product import dead, held_mib, lives
 
-from .conftest import INVOCATION, Hook, of_unit
+from .conftest import INVOCATION, RUN, Hook, of_unit
 
 pytestmark = pytest.mark.embedded
 NEXT = "fedcba9876543210fedcba9876543210"
@@ -237,3 +238,13 @@ def test_an_lxc_start_by_hand_is_named_by_its_init(node: Node, container: Contai
     for pid in ("4711", "4712"):
         hook("post-stop", INVOCATION_ID=INVOCATION, LXC_PID=pid)
     assert hook.triggers() == ["hook-post-stop", "hook-post-stop"]
+
+
+def test_the_callers_limit_on_descriptors_is_not_ours(
+    node: Node, container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    """A hookscript has whatever the shell that typed `pct stop` has."""
+    engine()
+    command = f"ulimit -Sn 12; exec '{sys.executable}' -I -S -c \"$1\" 129 pre-stop"
+    done = node.run(["/bin/sh", "-c", command, "sh", RUN], cwd="/")
+    assert done.returncode == 0 and "hold GPUs" in done.stdout, done.stdout + done.stderr
