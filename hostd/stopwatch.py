@@ -15,7 +15,7 @@ from typing import Any
 
 from hostd import audit
 from hostd.clock import boot_s
-from hostd.lifecycle.clearing import Taken, members
+from hostd.lifecycle.clearing import Taken, container_runs, members
 from hostd.lifecycle.records import Records, Snapshot, Watched
 from hostd.model import Fate, Holder, HolderReport, Process, Stuck
 from hostd.observe import Observer
@@ -151,7 +151,7 @@ def look_after(
         since_s=boot_s() - snapshot.at_s,
     )
     before = records.read(Watched, vmid)
-    signalled = _signal_holders(sources, vmid) if finding.may_signal else []
+    signalled = signal_holders(sources, vmid, taken) if finding.may_signal else []
     message = finding.message + (f"; SIGKILL sent to {', '.join(map(str, signalled))}" if signalled else "")
     if finding.over:
         records.drop(Watched, vmid)
@@ -176,19 +176,29 @@ def _any_init(sources: Sources, processes: list[Process]) -> Process | None:
     return None
 
 
-def _signal_holders(sources: Sources, vmid: int) -> list[int]:
-    """SIGKILL, pinned, to the GPU holders that have none pending; the pids that took it."""
+def signal_holders(sources: Sources, vmid: int, taken: Taken) -> list[int]:
+    """SIGKILL, pinned, to the GPU holders that have none pending; the pids that took it.
+
+    Only of the run that was judged: the look may take long, and the container may be started again meanwhile.
+    """
     observer = Observer(sources, vmid)
     sent = []
     try:
-        for holder in observer.look(nvml=False).holders:
-            if not holder.targetable or sources.procfs.is_ending(holder.process.pid):
+        seen = observer.look(nvml=False)
+        if taken.payload is None or seen.incarnation != taken.payload.inode:
+            return []
+        for holder in seen.holders:
+            pid = holder.process.pid
+            if not holder.targetable or sources.procfs.is_ending(pid) or container_runs(sources, vmid) is not None:
                 continue
-            pin = Pinned.pin(holder.ref, observer.recheck)
+            try:
+                pin = Pinned.pin(holder.ref, observer.recheck)
+            except OSError:
+                continue  # in doubt; the next look is soon
             if pin is not None:
                 with pin:
                     if pin.send(9):
-                        sent.append(holder.process.pid)
+                        sent.append(pid)
     finally:
         observer.close()
     return sent

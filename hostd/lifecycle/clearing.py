@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -95,13 +96,15 @@ def clear(
     grace_s: float,
     deadline_s: float,
     may_kill: Callable[[], bool],
+    look: Callable[[], None] = lambda: None,
     before_kill: Callable[[list[Process]], None] = lambda processes: None,
     check: Callable[[], None] = lambda: None,
 ) -> Cleared:
     """Waits for what is dying, kills what is not, waits for that. `deadline_s`: CLOCK_MONOTONIC.
 
     `settle_s`: how long to give processes that are not dying yet. `grace_s`: seconds in which nothing moves after which
-    the rest is called stuck. `may_kill` is asked last thing before the kill.
+    the rest is called stuck. `look` may take its time; `may_kill` is asked after it, and then comes the kill: `before_kill`
+    only writes down what is about to be done.
     """
     done = Cleared(cgroup.path)
     begun_s = time.monotonic()
@@ -114,12 +117,13 @@ def clear(
         done.processes, done.blind_spots = members(sources.procfs, cgroup)
         if not done.processes and cgroup.wait_empty(0):
             return done
+        look()
         if not may_kill():
             done.spared, done.empty = True, False
             return done
         before_kill(done.processes)
         done.killed = True
-        _kill(cgroup, done.processes, sources.procfs)
+        _kill(cgroup, sources.procfs)
         done.empty = dying.wait()
         if not done.empty:
             rest, _ = members(sources.procfs, cgroup)
@@ -175,18 +179,24 @@ def members(procfs: Procfs, cgroup: ContainerCgroup) -> tuple[list[Process], lis
     return [process for process in found if process is not None and not process.is_zombie], blind
 
 
-def _kill(cgroup: ContainerCgroup, processes: list[Process], procfs: Procfs) -> None:
-    """cgroup.kill; where the kernel refuses it (threaded cgroups) each process by its pidfd."""
+def _kill(cgroup: ContainerCgroup, procfs: Procfs) -> None:
+    """cgroup.kill; where the kernel refuses it (threaded cgroups, before Linux 5.14) each process by its pidfd."""
     try:
         cgroup.kill()
         return
     except OSError as exc:
         if is_gone(exc) and not cgroup.exists():
             return
-    import signal
 
-    for process in processes:
-        pin = Pinned.pin(process.ref, procfs.read_ref)
+    def member(pid: int) -> ProcessRef | None:
+        """Who has the pid, if it is in this very cgroup now: read between pidfd_open and the signal."""
+        process = procfs.read_process(pid)
+        if process is None or not f"{process.cgroup}/".startswith(f"{cgroup.path}/") or not cgroup.exists():
+            return None
+        return process.ref
+
+    for process in members(procfs, cgroup)[0]:
+        pin = Pinned.pin(process.ref, member)
         if pin is not None:
             with pin:
                 pin.send(signal.SIGKILL)

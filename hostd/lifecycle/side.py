@@ -6,6 +6,7 @@ cgroup may go, and that what it held before is known from the snapshot of pre-st
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -117,9 +118,10 @@ class SideRelease(Release):
 
     def _clear_one(self, cgroup: ContainerCgroup) -> None:
         record = RungRecord(Step.CGROUP_KILL, self.climb.now_ms())
+        seen: list[Observation] = []
 
         def begin(processes: list[Process]) -> None:
-            self._look_before(processes)
+            self._note_before(seen[0], processes)
             record.at_ms = self.climb.now_ms()
             record.targets = [p.pid for p in processes]
             record.sent = len(processes)
@@ -136,6 +138,7 @@ class SideRelease(Release):
             grace_s=limits.kill_grace_s,
             deadline_s=self.climb.begun_s + limits.timeout_s,
             may_kill=lambda: container_runs(self.climb.sources, self.climb.subject.vmid) is None,
+            look=lambda: seen.append(self.climb.observer.look()),
             before_kill=begin,
             check=self.climb.cancel.check,
         )
@@ -151,9 +154,8 @@ class SideRelease(Release):
             self.report.blind_spots += cleared.blind_spots
             self.plan.on_cleared(cleared)
 
-    def _look_before(self, processes: Iterable[Process]) -> None:
+    def _note_before(self, before: Observation, processes: Iterable[Process]) -> None:
         """Who of those that are about to be killed holds a GPU, and what is in use without them."""
-        before = self.climb.observer.look()
         refs = {p.ref for p in processes}
         for holder in before.holders:
             if holder.ref in refs or holder.targetable:
@@ -178,20 +180,39 @@ class SideRelease(Release):
         record = RungRecord(Step.KILL, self.climb.now_ms(), [h.process.pid for h in strays])
         self.report.rungs.append(record)
         self.climb.listener.rung_begun(self.report, record, strays)
-        pins = [pin for h in strays if (pin := Pinned.pin(h.ref, self._recheck_stray)) is not None]
+        pins: list[Pinned] = []
         try:
-            record.sent = sum(1 for pin in pins if self._recheck_stray(pin.ref.pid) == pin.ref and pin.send(9))
+            for holder in strays:
+                self._end_stray(holder.ref, pins, record)
             end_s = time.monotonic() + self.climb.options.limits.kill_grace_s
             left = list(pins)
             while left and time.monotonic() < end_s:
                 gone = wait_any(left, min(0.1, end_s - time.monotonic()))
                 left = [pin for pin in left if pin not in gone]
-            record.gone = len(strays) - len(left)
+            record.gone += len(pins) - len(left)
         finally:
             for pin in pins:
                 pin.close()
         record.waited_ms = self.climb.now_ms() - record.at_ms
         self.climb.listener.rung_done(self.report, record)
+
+    def _end_stray(self, ref: ProcessRef, pins: list[Pinned], record: RungRecord) -> None:
+        """Pin, check, act, one after the other: nothing comes between the check and the signal. When in doubt, spared."""
+        try:
+            pin = Pinned.pin(ref, self._recheck_stray)
+        except OSError as exc:
+            record.note = f"cannot hold pid {ref.pid}: {exc.strerror or exc}"
+            return
+        if pin is not None and pin.send(signal.SIGKILL):
+            pins.append(pin)
+            record.sent += 1
+            return
+        if pin is not None:
+            pin.close()
+        if self.climb.lives(ref):
+            record.note = f"pid {ref.pid} is not the container's any more"
+        else:
+            record.gone += 1
 
     def _is_stray(self, ref: ProcessRef) -> bool:
         if ref.start_time > boot_ticks_now() or self._recheck_stray(ref.pid) != ref:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -34,8 +36,9 @@ class Left(ContainerCgroup):
     def pids(self) -> tuple[set[int], list[BlindSpot]]:
         return ({self.child.pid} if self.child.poll() is None else set()), []
 
-    def kill(self) -> None:
+    def kill(self, *, climb: bool = False) -> bool:
         self.child.kill()
+        return True
 
 
 @pytest.fixture
@@ -87,3 +90,70 @@ def test_what_goes_by_itself_is_nobody_s_doing(left: Left) -> None:
     left.child.wait()
     done = cleared(left, lambda: pytest.fail("nothing is left to kill"))
     assert done.empty and not done.killed and done.processes == []
+
+
+class Old(Left):
+    """A cgroup that the kernel does not kill as a whole (threaded, or before Linux 5.14); it lists the child still."""
+
+    there = True
+
+    def kill(self, *, climb: bool = False) -> bool:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    def exists(self) -> bool:
+        return self.there
+
+
+def old(left: Left, path: str) -> Old:
+    cgroup = Old(left.child)
+    cgroup.path = path
+    return cgroup
+
+
+def test_where_the_kernel_kills_no_cgroup_its_members_are_killed_one_by_one(left: Left) -> None:
+    process = Procfs().read_process(left.child.pid)
+    assert process is not None
+    done = cleared(old(left, process.cgroup.rstrip("/")), lambda: True)
+    assert done.killed and done.empty
+    assert left.child.wait() == -signal.SIGKILL
+
+
+def test_who_has_left_the_cgroup_by_then_is_not_killed_with_the_others(left: Left) -> None:
+    """Listed a moment ago, moved by somebody since: not in /lxc/129 any more, so not the container's."""
+    grace = threading.Timer(0.5, left.child.terminate)  # ends the wait
+    grace.start()
+    cleared(old(left, "/lxc/129"), lambda: True)
+    grace.join()
+    assert left.child.wait() == -signal.SIGTERM
+
+
+def test_who_is_in_a_newer_cgroup_of_that_name_is_not_killed(left: Left) -> None:
+    process = Procfs().read_process(left.child.pid)
+    assert process is not None
+    cgroup = old(left, process.cgroup.rstrip("/"))
+    cgroup.there = False
+    grace = threading.Timer(0.5, left.child.terminate)
+    grace.start()
+    cleared(cgroup, lambda: True)
+    grace.join()
+    assert left.child.wait() == -signal.SIGTERM
+
+
+def test_a_look_at_the_rest_that_takes_long_comes_before_the_last_question(left: Left) -> None:
+    """Asking the driver who holds what may take seconds: the container may be started in them."""
+    order: list[str] = []
+
+    def may_kill() -> bool:
+        order.append("may kill?")
+        return False
+
+    done = clear(
+        Sources(Procfs(), None, None, None, 1),  # type: ignore[arg-type]
+        left,
+        settle_s=0.05,
+        grace_s=5.0,
+        deadline_s=time.monotonic() + 10,
+        may_kill=may_kill,
+        look=lambda: order.append("look"),
+    )
+    assert order == ["look", "may kill?"] and done.spared and left.child.poll() is None

@@ -15,7 +15,7 @@ from tests.embedded.node import Container, HolderHandle, Node
 from tests.embedded.scope import Running
 from tests.integration.product import dead, lives
 
-from .conftest import HOOK_QUICK, INVOCATION, STORE, Hook, of_unit, until
+from .conftest import HOOK_QUICK, INVOCATION, REPOSITORY, STORE, Hook, of_unit, until
 
 pytestmark = pytest.mark.embedded
 Start = Callable[[], Running]
@@ -75,6 +75,36 @@ def test_holders_are_signalled_once_the_init_is_gone(
     container.init_process.kill(signal.SIGKILL)
     left.wait_gone(10)
     until(lambda: (hook.remembered("watch") or {}).get("signalled") or hook.remembered("snapshots") is None, "the watch")
+
+
+def test_the_watch_signals_nobody_of_a_run_that_began_after_it_judged(node: Node, hook: Hook) -> None:
+    """Its look may wait for seconds for what is stuck; by then the container may be down and started again."""
+    first = node.container(129)
+    watch = node.popen([sys.executable, "-I", "-c", WATCH], cwd="/")
+    until(node.path("/run/judged").exists, "the judgement")
+    first.stop()
+    again = node.container(129)
+    job = again.spawn_holder(open=("/dev/nvidia0",), alloc=("50:1000:compute",))
+    guest = node.spawn_holder(argv=("agent",), open=("/dev/nvidia0",), cgroup="lxc/129/ns/x")
+    node.write("/run/go", "")
+    said, _ = watch.popen.communicate(timeout=30)
+    assert said.strip() == "[]" and lives(job, guest)
+
+
+WATCH = f"""
+import os, sys, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+from hostd.lifecycle.clearing import Taken
+from hostd.sources import open_sources
+from hostd.stopwatch import signal_holders
+sources = open_sources(nvml_deadline_s=5, read_deadline_s=5)
+taken = Taken.now(sources, 129)
+open("/run/judged", "w").close()
+while not os.path.exists("/run/go"):
+    time.sleep(0.01)
+print(signal_holders(sources, 129, taken))
+sources.close()
+"""
 
 
 def test_a_stuck_task_is_named_with_the_way_out(daemon: Start, container: Container, hook: Hook, node: Node) -> None:
