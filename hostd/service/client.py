@@ -7,6 +7,7 @@ from __future__ import annotations
 import _socket
 import os
 import stat
+import time
 
 from hostd.service.interface import INTERFACE, LOST, SERVICE, SOCKET_PATH, STOPPING, error_from
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 MAX_REPLY = 16 * 1024 * 1024
 CONNECT_TIMEOUT_S = 3.0
 """Socket activation may have to start the daemon first."""
+READ_S = 0.25
+"""One recv(2) waits no longer. A signal that comes between Python's last look for one and the system call does not
+interrupt it, and its handler runs when the call returns; two of them meanwhile are one."""
 
 
 class DaemonUnavailable(Exception):  # noqa: N818 - base of the two cases below
@@ -86,9 +90,8 @@ class Connection:
         """True when nothing has come and nothing comes within that time; an end or an error is for the next read."""
         if self._buffer:
             return False
-        self._sock.settimeout(seconds)
         try:
-            self._buffer += self._sock.recv(262144)
+            self._buffer += self._read(seconds)
         except TimeoutError:
             return True
         except OSError:
@@ -123,12 +126,11 @@ class Connection:
         raise _exception(str(error), values)
 
     def _message(self, timeout: float | None) -> bytes:
-        self._sock.settimeout(timeout)
         searched = 0
         while (end := self._buffer.find(b"\0", searched)) < 0:
             searched = len(self._buffer)
             try:
-                data = self._sock.recv(262144)
+                data = self._read(timeout)
             except OSError as exc:  # a timeout is one too
                 raise DaemonLost(f"no answer from the daemon: {exc}") from exc
             if not data:
@@ -139,6 +141,18 @@ class Connection:
         message = bytes(memoryview(self._buffer)[:end])
         del self._buffer[: end + 1]
         return message
+
+    def _read(self, timeout: float | None) -> bytes:
+        """What comes next; empty at the end. Raises TimeoutError after that many seconds, and other OSErrors."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = READ_S if until is None else until - time.monotonic()
+            self._sock.settimeout(min(READ_S, max(0.001, left)))
+            try:
+                return self._sock.recv(262144)
+            except TimeoutError:
+                if left <= READ_S and until is not None:
+                    raise
 
 
 def connect(path: str = SOCKET_PATH, timeout: float = CONNECT_TIMEOUT_S) -> Connection:

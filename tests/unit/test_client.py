@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,33 @@ def test_a_daemon_that_says_nothing_any_more_is_lost_after_the_timeout(served: S
                 it.call("Echo", {"text": "x"}, timeout=0.2)
         finally:
             os.kill(served.pid, signal.SIGCONT)
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_is_acted_on_too(served: ServerProcess) -> None:
+    """As one that comes right before the system call: here another thread takes it, and the call never hears of it."""
+    seen: list[int] = []
+
+    def twice() -> None:
+        for already in range(2):
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+            until = time.monotonic() + 10
+            while len(seen) == already and time.monotonic() < until:
+                time.sleep(0.001)
+        counted.append(len(seen))
+        os.kill(served.pid, signal.SIGCONT)
+
+    counted: list[int] = []
+    previous = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    with client.connect(served.path) as it:
+        os.kill(served.pid, signal.SIGSTOP)
+        sender = threading.Thread(target=twice)
+        sender.start()
+        try:
+            assert it.call("Echo", {"text": "x"}, timeout=60.0)
+        finally:
+            sender.join()
+            signal.signal(signal.SIGUSR2, previous)
+    assert counted == [2]
 
 
 def test_work_that_was_lost_with_the_call_saying_continue_goes_on(served: ServerProcess, room: Path) -> None:
