@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostd.cancel import Cancel
 from hostd.case import Handover, Selection, driver_silence, of_new_run
@@ -62,7 +62,7 @@ class Climb:
         self.cancel = cancel
         self.report = report
         self.resume = resume
-        self.observer = Observer(sources, subject.vmid)
+        self.observer = Observer(sources, subject.vmid, subject.blind_spots)
         self.lineage = Lineage(sources, self.observer.view)
         self.selection = Selection()
         self.begun_s = time.monotonic()
@@ -108,12 +108,7 @@ class Climb:
     def look_first(self) -> Observation:
         """A driver that hangs may take a part of the time only: what comes after needs some, too."""
         limits = self.options.limits
-        return self._look(True, min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
-
-    def _look(self, nvml: bool, nvml_deadline_s: float) -> Observation:
-        seen = self.observer.look(nvml=nvml, nvml_deadline_s=nvml_deadline_s)
-        more = self.subject.blind_spots
-        return replace(seen, blind_spots=(*seen.blind_spots, *more)) if more else seen
+        return self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
 
     def begin(self, first: Observation) -> None:
         self.first = self.latest = first
@@ -123,7 +118,7 @@ class Climb:
 
     def look(self, *, nvml: bool) -> Observation:
         """The next look, and what it says about the container's run, about holders that came back and about others."""
-        observation = self._look(nvml, self.driver_limit_s())
+        observation = self.observer.look(nvml=nvml, nvml_deadline_s=self.driver_limit_s())
         self.latest = observation
         self._note_new_run(observation)
         self._note_handovers(observation)

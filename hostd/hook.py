@@ -27,8 +27,6 @@ ACCEPT_S = 5.0
 """Until a worker of the daemon has taken the event."""
 SLACK_S = 5.0
 """Beyond the budget, before a daemon that is silent at a start is given up. At a stop nothing waits for the answer."""
-FALLBACK_S = 10.0
-"""For the work here after a daemon has used up the budget."""
 
 
 def main(argv: list[str], environment: Mapping[str, str], socket: str = SOCKET_PATH) -> int:

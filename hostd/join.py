@@ -9,7 +9,18 @@ import functools
 from collections.abc import Iterable, Mapping
 
 from hostd.facts import Facts, can_hold_memory, dead_pids, gpu_minors_of, is_seen_or_blind, listed_pids, living_opener
-from hostd.model import DeadClient, Evidence, GpuInfo, GpuState, Heir, Holder, Observation, OpenNodes, Process
+from hostd.model import (
+    DeadClient,
+    Evidence,
+    GpuInfo,
+    GpuState,
+    Heir,
+    Holder,
+    Observation,
+    OpenNodes,
+    Process,
+    sum_mib,
+)
 from hostd.supervisor import supervisor_of
 from hostd.system.cgroupfs import owner_of
 
@@ -165,22 +176,13 @@ def _placement(
         and can_hold_memory(theirs, facts.driver)
         and gpu_minors_of(theirs, facts) & {minor for minor, _ in heirlooms}
     ]
-    memory = _sum(dead.used_mib for _, dead in heirlooms) if not rivals else None
+    memory = sum_mib(dead.used_mib for _, dead in heirlooms) if not rivals else None
     return {minor for minor, _ in heirlooms}, memory, openers.pop() if len(openers) == 1 else None
 
 
 def _unread(minors: Iterable[int], facts: Facts) -> set[int]:
     """Those GPUs whose lists of clients the driver did not give at this look."""
     return set(minors) - {gpu.info.minor for gpu in facts.snapshot.gpus if not gpu.error or gpu.mig}
-
-
-def _sum(values: Iterable[int | None]) -> int | None:
-    total = 0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
 
 
 def same_gpu(a: GpuInfo, b: GpuInfo) -> bool:

@@ -303,10 +303,10 @@ class GpuState:
     @property
     def live_mib(self) -> int | None:
         """Sum over listed clients that live; None when one of the figures is missing."""
-        return _sum_mib(self.client_mib.get(pid) for pid in self.own_clients + self.foreign_clients)
+        return sum_mib(self.client_mib.get(pid) for pid in self.own_clients + self.foreign_clients)
 
     def dead_mib(self, *heirs: Heir) -> int | None:
-        return _sum_mib(c.used_mib for c in self.dead_clients if c.heir in heirs)
+        return sum_mib(c.used_mib for c in self.dead_clients if c.heir in heirs)
 
     @property
     def ghost_mib(self) -> int | None:
@@ -328,7 +328,7 @@ class GpuState:
 
         None when a figure is missing.
         """
-        others = _sum_mib(self.client_mib.get(pid) for pid in self.foreign_clients)
+        others = sum_mib(self.client_mib.get(pid) for pid in self.foreign_clients)
         if self.total_mib is None or self.used_mib is None or others is None:
             return None
         return self.total_mib - (self.reserved_mib or 0) - self.used_mib + others
@@ -343,7 +343,8 @@ class GpuState:
         return 16 + 16 * self.live_clients
 
 
-def _sum_mib(values: Iterable[int | None]) -> int | None:
+def sum_mib(values: Iterable[int | None]) -> int | None:
+    """None as soon as one figure is missing: never a smaller sum."""
     total = 0
     for value in values:
         if value is None:

@@ -39,9 +39,11 @@ RESTLESS = "processes-restless"
 class Observer:
     """Looks at one container, again and again during one release."""
 
-    def __init__(self, sources: Sources, vmid: int) -> None:
+    def __init__(self, sources: Sources, vmid: int, blind_spots: tuple[BlindSpot, ...] = ()) -> None:
+        """`blind_spots`: what could not be read of the container beside its processes; part of every look."""
         self.sources = sources
         self.vmid = vmid
+        self._blind_spots = blind_spots
         self.view = ContainerView(sources, vmid)
         self._named: tuple[GpuInfo, ...] = ()
         """GPUs as the driver's library named them last."""
@@ -68,7 +70,7 @@ class Observer:
         gpus = known_gpus(self._named, blind)
         scan = self._scan(members, frozenset(driver.by_major))
         facts = Facts(driver, snapshot, gpus, dict(scan.open), dict(scan.cmdlines), members, foreign)
-        facts.blind_spots = [*blind, *members.blind_spots, *scan.blind_spots]
+        facts.blind_spots = [*self._blind_spots, *blind, *members.blind_spots, *scan.blind_spots]
         if nvml and driver.present:
             facts.blind_spots += [*snapshot.blind_spots, *_implausible(snapshot)]
         self._scan_foreign(facts)
@@ -113,7 +115,6 @@ class Observer:
         """The driver charges memory to a dead pid, so somebody keeps it: who moves too fast for one look is met in the
         next ones."""
         for _ in range(MORE_LOOKS):
-            self.view.newcomers(facts.members)
             scan = self._scan(facts.members, frozenset(facts.driver.by_major))
             facts.open_nodes |= scan.open
             facts.cmdlines |= scan.cmdlines

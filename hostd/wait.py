@@ -11,13 +11,14 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostd.cancel import Cancel
 from hostd.case import Case, Judgement, Selection
+from hostd.climb import Subject
 from hostd.judge import judge
-from hostd.model import BlindSpot, GpuInfo, Holder, NvmlGpu, NvmlSnapshot, ProcessRef, Verdict
+from hostd.model import GpuInfo, Holder, NvmlGpu, NvmlSnapshot, ProcessRef, Verdict
 from hostd.observe import Observer
 from hostd.selection import resolve_gpu
 from hostd.sources import Sources
@@ -56,25 +57,15 @@ class Look:
 class ContainerTarget:
     """Everything that one container holds, and the GPUs of its configuration."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        vmid: int,
-        own_minors: frozenset[int],
-        free_mib: int | None,
-        blind: tuple[BlindSpot, ...] = (),
-    ) -> None:
-        self.vmid = vmid
-        self._observer = Observer(sources, vmid)
-        self._own_minors = own_minors
+    def __init__(self, sources: Sources, subject: Subject, free_mib: int | None) -> None:
+        self.vmid = subject.vmid
+        self._observer = Observer(sources, subject.vmid, subject.blind_spots)
+        self._own_minors = subject.own_minors
         self._minors: set[int] = set()
         self._free_mib = free_mib
-        self._blind = blind
-        """What could not be read of the container beside its processes."""
 
     def look(self) -> Look:
         seen = self._observer.look()
-        seen = replace(seen, blind_spots=(*seen.blind_spots, *self._blind))
         self._minors |= {m for h in seen.holders for m in h.gpus}
         minors = frozenset(self._minors)
         case = Case(seen, seen, minors, self._own_minors, Selection(), dry_run=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hostd.case import Case
-from hostd.model import GpuState, Heir, Holder
+from hostd.model import GpuState, Holder
 
 
 def gpu_text(state: GpuState) -> str:
@@ -52,8 +52,3 @@ def bar1_text(case: Case, minors: Iterable[int]) -> str:
         if (s := case.after.gpu(m)) and s.bar1_used_mib and s.bar1_used_mib > 256
     ]
     return f" ({'; '.join(high)})" if high else ""
-
-
-def inherited_text(state: GpuState) -> str:
-    dead = [c for c in state.dead_clients if c.heir is Heir.OWN]
-    return ", ".join(f"dead pid {c.pid}" for c in dead)

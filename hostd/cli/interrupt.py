@@ -13,6 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
 
+    from hostd.errors import InterruptedRelease
+
 came = False
 
 
@@ -25,6 +27,15 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
     global came
     came = True
     raise KeyboardInterrupt
+
+
+def error(vmid: int, detail: str) -> InterruptedRelease:
+    """What an interruption is told as, when there is no report that says it."""
+    from hostd.errors import InterruptedRelease
+    from hostd.verdicts import say
+
+    message, step = say("interrupted", vmid=vmid, detail=f"container {vmid}: {detail}")
+    return InterruptedRelease(message, next_step=step)
 
 
 def ignore() -> None:

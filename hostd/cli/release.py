@@ -144,12 +144,9 @@ def interruptible(release: Callable[..., Json], number: int, *rest: object) -> J
     except BaseException:
         if not interrupt.came:
             raise
-    from hostd.errors import InterruptedRelease
-    from hostd.verdicts import say
     from hostd.wire import error_dict
 
-    message, step = say("interrupted", vmid=number, detail=f"container {number}: nothing had been signalled")
-    return error_dict(InterruptedRelease(message, next_step=step), number)
+    return error_dict(interrupt.error(number, "nothing had been signalled"), number)
 
 
 def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:

@@ -72,13 +72,8 @@ def verify(parameters: Json, emit: Callable[[Json], None]) -> Json:
 
 
 def _interrupted(vmid: int, steps: list[str]) -> Exception:
-    from hostd.errors import InterruptedRelease
-    from hostd.verdicts import say
-
     begun = f"it had begun with {', '.join(steps)}" if steps else "it had told of no signal yet"
-    detail = f"container {vmid}: not waited for the daemon's answer; {begun}"
-    message, step = say("interrupted", vmid=vmid, detail=detail)
-    return InterruptedRelease(message, next_step=step)
+    return interrupt.error(vmid, f"not waited for the daemon's answer; {begun}")
 
 
 def _stream(

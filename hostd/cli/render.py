@@ -146,12 +146,8 @@ class Renderer:
 
     def warn(self, text: str) -> None:
         """A remark on the error stream."""
-        if self._quiet:
-            return
-        if self._dirty and self._live is not None:
-            self._write(self._live, "\r\x1b[K")
-            self._dirty = False
-        self._write(sys.stderr, terminal.escape(text) + "\n")
+        if not self._quiet:
+            self._line(terminal.escape(text), sys.stderr)
 
     def _gpu(self, gpu: Json, report: Json) -> str:
         before, after = mib(gpu["used_mib_before"]), mib(gpu["used_mib_after"])
@@ -186,11 +182,11 @@ class Renderer:
         self._write(self._live, f"\r\x1b[K{cut}")
         self._dirty = True
 
-    def _line(self, text: str) -> None:
+    def _line(self, text: str, stream: TextIO | None = None) -> None:
         if self._dirty and self._live is not None:
             self._write(self._live, "\r\x1b[K")
             self._dirty = False
-        self._write(self._out, text + "\n")
+        self._write(stream or self._out, text + "\n")
 
     def _write(self, stream: TextIO, text: str) -> None:
         stream.write(text)

@@ -95,8 +95,7 @@ def _target(args: argparse.Namespace, sources: object) -> ContainerTarget | GpuT
     assert isinstance(sources, Sources)
     if args.gpu is not None:
         return GpuTarget(sources, args.gpu, args.free)
-    subject = find_subject(sources, args.vmid, Pve())
-    return ContainerTarget(sources, args.vmid, subject.own_minors, args.free, subject.blind_spots)
+    return ContainerTarget(sources, find_subject(sources, args.vmid, Pve()), args.free)
 
 
 class Teller:

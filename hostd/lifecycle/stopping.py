@@ -135,15 +135,14 @@ class Stopping:
         left_s = max(1.0, self._budget_s() - on.elapsed_s())
         report, release = release_for(on, Subject(vmid, minors), plan, left_s)
         on.write(Stopped(vmid, boot_s(), key, report["release_id"], report["verdict"] or ""))
-        if release.runs is None:
-            on.drop_stop()
         on.outcome.report = report
         on.outcome.next_step = report["next_step"]
         on.say(report["message"])
         if release.runs is not None:
             on.done("runs-again", f"container {vmid} runs again (init {release.runs.pid}); nothing was touched")
-        else:
-            on.done(report["verdict"] or report["reason"], report["message"])
+            return
+        on.drop_stop()
+        on.done(report["verdict"] or report["reason"], report["message"])
 
     def _snapshot(self, key: str) -> Snapshot | None:
         """What pre-stop left for this stop; not that of an earlier run whose end nobody told us."""

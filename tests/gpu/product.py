@@ -35,10 +35,6 @@ RELEASE_KEYS = (
 )
 
 
-def product_environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
 @dataclass
 class Run:
     """One finished run of the product, with a few questions that the tests ask its JSON."""
@@ -111,7 +107,6 @@ def run(*argv: str, timeout_s: float = 180.0) -> Run:
     child = subprocess.Popen(
         [*PROGRAM, *argv],
         cwd=ROOT,
-        env=product_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -190,7 +185,7 @@ def watch(*argv: str, sample: Callable[[], Any], timeout_s: float = 180.0) -> Wa
     child = subprocess.Popen(
         [*PROGRAM, *argv],
         cwd=ROOT,
-        env=product_environment() | {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"},
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"},
         stdin=subprocess.DEVNULL,
         stdout=slave,
         stderr=slave,

@@ -90,7 +90,6 @@ def waited(world: World, *argv: str) -> None:
     child = subprocess.Popen(
         [*product.PROGRAM, "wait", *argv, "--timeout", "60"],
         cwd=product.ROOT,
-        env=product.product_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
