@@ -105,7 +105,7 @@ class Container(Scope):
         """
         self.init_process.kill(signal.SIGKILL)
         self.init_process.wait_gone()
-        self.monitor.popen.wait(timeout=20)
+        self.monitor.popen.wait(timeout=60)
         monitor = self._cgroup_root / f"lxc.monitor/{self.vmid}"
         for tree in (self.payload, monitor) if self.vmid else (self.payload,):
             for directory in sorted((tree, *tree.rglob("*/")), key=lambda path: len(path.parts), reverse=True):

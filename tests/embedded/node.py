@@ -176,7 +176,7 @@ class Node(Scope):
     def _end_guard(self) -> None:
         self._life.close()
         try:
-            self._guard.wait(timeout=30)
+            self._guard.wait(timeout=60)
         finally:
             log = os.pread(self._log, 65536, 0).decode(errors="replace")
             os.close(self._log)

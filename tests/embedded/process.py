@@ -76,6 +76,11 @@ class Process:
         except OSError:
             return ""
 
+    def times_asleep(self) -> int:
+        """How often it has gone to sleep of itself: more than before a signal when that has been handled."""
+        lines = (self.proc / "status").read_text(errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches:")).split()[1])
+
     def wait_state(self, state: str, timeout_s: float = DEADLINE_S) -> None:
         """Until one of its threads is in that state."""
         wait_until(lambda: state in self.states(), f"{self.role} {self.pid} in state {state}", timeout_s)

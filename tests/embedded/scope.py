@@ -63,7 +63,7 @@ class Family:
     def close(self) -> None:
         """Call when the node's processes are dead."""
         for popen in self.popens:
-            popen.wait(timeout=20)
+            popen.wait(timeout=60)
             for stream in (popen.stdin, popen.stdout, popen.stderr):
                 if stream and not stream.closed:
                     stream.close()
@@ -206,7 +206,7 @@ class Scope:
             theirs.close()
             word, outer_pid = receive(ours)
             if not word:
-                popen.wait(timeout=20)
+                popen.wait(timeout=60)
                 raise NodeError(f"cannot start {argv}: {popen.stderr.read() if popen.stderr else popen.returncode}")
             try:
                 process = describe(outer_pid, str(argv[0]))
@@ -256,7 +256,7 @@ class Scope:
         self._family.popens.append(popen)
         return popen
 
-    def nvml(self, python: str = sys.executable, pynvml_path: str | None = None, timeout: float = 30) -> dict[str, Any]:
+    def nvml(self, python: str = sys.executable, pynvml_path: str | None = None, timeout: float = 60) -> dict[str, Any]:
         """What the real pynvml says inside: {"driver", "gpus": [{"minor", "compute": {pid: MiB}, "memory_v2", …}]}.
 
         Errors are text: {"error": "NVMLError_LibRmVersionMismatch: …", "gpus": []}.

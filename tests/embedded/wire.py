@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 
 UCRED = struct.Struct("3i")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class NodeError(Exception):

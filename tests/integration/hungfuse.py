@@ -42,7 +42,7 @@ class HungFuse:
         self._fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         data = f"fd={self._fd},rootmode=40000,user_id=0,group_id=0"
         command = [sys.executable, "-I", "-c", MOUNT, self.path, data]
-        status = self._scope.popen(command, pass_fds=(self._fd,)).popen.wait(timeout=20)
+        status = self._scope.popen(command, pass_fds=(self._fd,)).popen.wait(timeout=60)
         if status:
             os.close(self._fd)
             raise OSError(status, f"cannot mount FUSE: {os.strerror(status)}")

@@ -233,7 +233,7 @@ class Referee:
         popen = self.running.popen
         assert popen.stdin is not None
         popen.stdin.close()
-        assert popen.wait(timeout=30) == 0
+        assert popen.wait(timeout=60) == 0
 
 
 @dataclass(frozen=True, slots=True)

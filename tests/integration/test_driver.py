@@ -19,7 +19,7 @@ IMPATIENT = """\
 ladder: {grace: 5, kill_grace: 0.8, drain_grace: 0.6, timeout: 30, read_deadline: 0.3}
 nvml: {deadline: 0.3}
 """
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 """The time limit of these releases; "does not hang" means less than that and a generous bit."""
 
 

@@ -335,7 +335,7 @@ def test_unkillable_comes_quickly_when_the_time_limit_is_short(
 def test_timeout_shorter_than_the_grace_still_kills(node: Node, product: Product, engine: Engine) -> None:
     holder = engine(ignore_term=True)
     answer = product.release(129, "--timeout", "3", "--grace", "60").must_be("released")
-    assert answer.steps() == ["term", "kill"] and answer.json["duration_ms"] < 4000
+    assert answer.steps() == ["term", "kill"] and answer.json["duration_ms"] < 20_000
     assert dead(holder) and held_mib(node) == OTHERS
 
 
@@ -359,7 +359,7 @@ def test_a_term_handler_that_forks_a_new_holder_does_not_get_away(
     answer = product.release(129).must_be("released")
     assert answer.steps()[:2] == ["term", "kill"] and len(answer.fates()) == 2
     assert set(answer.fates().values()) == {"exited"}
-    assert running.popen.wait(timeout=10) == 0
+    assert running.popen.wait(timeout=60) == 0
 
 
 def test_a_process_that_lets_go_of_the_gpu_and_lives_has_not_exited(

@@ -91,7 +91,7 @@ class recycled:  # noqa: N801 - used as a context manager
     def __exit__(self, *_: object) -> None:
         assert self._running.popen.stdin is not None
         self._running.popen.stdin.close()
-        self._running.popen.wait(timeout=20)
+        self._running.popen.wait(timeout=60)
 
 
 def test_a_member_that_cannot_be_seen_is_a_blind_spot_and_pid_0_nobodys(

@@ -155,7 +155,7 @@ class World:
     def phases(self, vmid: int = 129) -> list[str]:
         return [e["PVE_PHASE"] for e in self.entries("phase-done", vmid)]
 
-    def wait_records(self, expected: Records, timeout: float = 30) -> None:
+    def wait_records(self, expected: Records, timeout: float = 60) -> None:
         try:
             self.node.wait_until(lambda: len(self.records()) >= len(expected), f"{expected}", timeout)
         except NodeError as error:
@@ -170,11 +170,11 @@ class World:
         """What must hold after each row; leaves 129 running without holders."""
         self.wait_records(expected)
         if running:
-            self.node.wait_until(lambda: self.ct.running and self.ct.init_pid, "129 to run", 20)
+            self.node.wait_until(lambda: self.ct.running and self.ct.init_pid, "129 to run", 60)
         else:
             self.ct.wait_stopped()
         if phases is not None:
-            self.node.wait_until(lambda: len(self.phases()) >= len(phases), f"the phases {phases}", 20)
+            self.node.wait_until(lambda: len(self.phases()) >= len(phases), f"the phases {phases}", 60)
         assert self.records() == expected
         if phases is not None:
             assert sorted(self.phases()) == sorted(phases)

@@ -7,7 +7,7 @@
         node.pct("start", 129)                                   # CompletedProcess[str]; raises NodeError unless check=False
         holder = ct.hold(open=("/dev/nvidia0",), alloc=("50:4096:compute",), ignore_term=True)
         node.pct("stop", 129)
-        holder.wait_gone(5)
+        holder.wait_gone()
         for entry in node.journal(PVE_VMID="129"): ...
 
 Running things
@@ -127,7 +127,7 @@ class NodeProcess:
     @property
     def host_pid(self) -> int:
         """The program itself, not the nsenter that waits for it."""
-        return self.node.wait_until(self._child, "nsenter's child", 10)
+        return self.node.wait_until(self._child, "nsenter's child", 60)
 
     def _child(self) -> int:
         pid = self.popen.pid
@@ -487,7 +487,7 @@ class VirtualNode:
     def cgroup_exists(self, cgroup: str) -> bool:
         return (self.cgroup_dir / cgroup.strip("/")).is_dir()
 
-    def wait_until(self, question: Callable[[], T], what: str, timeout: float = 10) -> T:
+    def wait_until(self, question: Callable[[], T], what: str, timeout: float = 60) -> T:
         """Ask again and again until the answer is true; the answer. NodeError after `timeout` seconds."""
         return wait_until(question, what, timeout)
 
@@ -812,7 +812,7 @@ def wait_exit(pid: int, timeout: float) -> bool:
         os.close(fd)
 
 
-def wait_until(question: Callable[[], T], what: str, timeout: float = 10) -> T:
+def wait_until(question: Callable[[], T], what: str, timeout: float = 60) -> T:
     deadline = time.monotonic() + timeout
     while True:
         answer = question()

@@ -79,7 +79,7 @@ class Recorder:
     def names(self, vmid: int) -> list[str]:
         return [event.name for event in self.events(vmid)]
 
-    def wait_for(self, vmid: int, name: str, count: int = 1, timeout: float = 20) -> Event:
+    def wait_for(self, vmid: int, name: str, count: int = 1, timeout: float = 60) -> Event:
         """Until this event was recorded `count` times; the last of them."""
         self.node.wait_until(lambda: len(self.events(vmid, name)) >= count, f"{name} of {vmid}", timeout)
         return self.events(vmid, name)[count - 1]

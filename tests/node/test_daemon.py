@@ -181,7 +181,7 @@ def test_a_journald_that_restarts_in_the_middle_loses_nothing(world: World) -> N
     world.node.systemctl("restart", "systemd-journald.service")
     out, err = running.communicate()
     assert json.loads(out)["reason"] == "released", err
-    holder.wait_gone(5)
+    holder.wait_gone()
     release_id = json.loads(out)["release_id"]
     world.node.wait_until(lambda: world.entries("release-finished", PVE_GPU_RELEASE_ID=release_id), "the last entry")
     assert len(world.entries("rung-done", PVE_GPU_RELEASE_ID=release_id)) == 2
@@ -195,8 +195,8 @@ def test_a_journald_that_is_stopped_stops_nothing(world: World) -> None:
         holder = world.hold()
         begun = time.monotonic()
         world.release("--now")
-        assert time.monotonic() - begun < 5
-        holder.wait_gone(5)
+        assert time.monotonic() - begun < 20
+        holder.wait_gone()
     finally:
         world.node.systemctl("start", *units)
     world.node.run(["pve-gpu-release", "status"])
@@ -224,7 +224,7 @@ def test_killed_in_the_middle_systemd_restarts_it_and_the_caller_goes_on(world: 
     out, err = running.communicate()
     report = json.loads(out)
     assert report["reason"] == "released", err
-    holder.wait_gone(5)
+    holder.wait_gone()
     world.node.wait_until(lambda: world.active() and world.main_pid not in (0, before), "the new daemon")
     assert len(world.entries("release-resumed", PVE_GPU_RELEASE_ID=report["release_id"])) == 1
     assert len(world.entries("release-finished", PVE_GPU_RELEASE_ID=report["release_id"])) == 1
@@ -238,8 +238,8 @@ def test_killed_with_its_caller_the_restarted_one_finishes(world: World) -> None
     running, holder, before = kill_after_term(world)
     world.node.run(["kill", "-9", str(before), str(running.pid)])
     running.communicate()
-    holder.wait_gone(20)
-    world.node.wait_until(lambda: world.entries("release-finished", VERDICT="released"), "the verdict", 20)
+    holder.wait_gone()
+    world.node.wait_until(lambda: world.entries("release-finished", VERDICT="released"), "the verdict", 60)
     (resumed,) = world.entries("release-resumed")
     assert resumed["_SYSTEMD_UNIT"] == SERVICE
 
@@ -248,10 +248,10 @@ def test_stopped_in_the_middle_it_hands_over(world: World) -> None:
     running, holder, _ = kill_after_term(world)
     begun = time.monotonic()
     world.node.systemctl("stop", SERVICE)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
     out, err = running.communicate()
     assert json.loads(out)["reason"] == "released", err
-    holder.wait_gone(5)
+    holder.wait_gone()
     assert world.node.unit(SERVICE, "Result")["Result"] == "success"
     assert world.entries("release-finished", REASON="interrupted"), "the trail says who stopped it"
     assert world.entries("daemon-stopped")
@@ -266,7 +266,7 @@ def test_a_daemon_that_stands_still_is_ended_by_the_watchdog(world: World) -> No
     assert wait_exit(host_pid, 20)
     out, err = running.communicate()
     assert json.loads(out)["reason"] == "released", err
-    holder.wait_gone(5)
+    holder.wait_gone()
     world.node.wait_until(lambda: world.active() and world.main_pid not in (0, before), "the new daemon")
 
 
@@ -308,9 +308,9 @@ def test_idle_it_is_one_small_process_that_sleeps(world: World) -> None:
     world.hold()
     world.release("--now")
     unit = f"system.slice/{SERVICE}"
-    world.node.wait_until(lambda: len(world.node.host_processes(unit)) == 1, "it is alone", 20)
+    world.node.wait_until(lambda: len(world.node.host_processes(unit)) == 1, "it is alone", 60)
     (pid,) = world.node.host_processes(unit)
-    world.node.wait_until(lambda: not _sockets_of_clients(pid), "its clients are gone", 5)
+    world.node.wait_until(lambda: not _sockets_of_clients(pid), "its clients are gone", 60)
     assert not [fd for fd in os.listdir(f"/proc/{pid}/fd") if "nvidia" in os.readlink(f"/proc/{pid}/fd/{fd}")]
     pss = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
     assert int(pss.split()[1]) <= 25 << 10, pss

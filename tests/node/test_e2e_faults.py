@@ -173,7 +173,7 @@ def test_a_stuck_holder_during_stop(require_virtual_node: None) -> None:
             def named() -> list[dict[str, Any]]:
                 return [entry for entry in world.entries("watchdog-report") if "STUCK_WCHAN" in entry]
 
-            reports = node.wait_until(named, "the watchdog", 20)
+            reports = node.wait_until(named, "the watchdog", 60)
             assert str(holder.pid) in json.dumps(reports[0]["HOLDER_PID"]) and "thawed" in reports[0]["NEXT_STEP"]
             assert "cannot die" in reports[0]["MESSAGE"] and stop.poll() is None
             frozen.thaw()
@@ -205,7 +205,7 @@ def test_a_stuck_holder_and_a_killed_monitor(require_virtual_node: None) -> None
             assert time.monotonic() - began < 25
             assert f"pid {holder.pid} cannot die" in done.stdout and "NOT cleared" in done.stdout
             frozen.thaw()
-            holder.wait_gone(10)
+            holder.wait_gone()
             node.wait_unit(world.ct.unit, "failed")
             world.cursor = node.cursor()
             world.ct.start()
@@ -228,7 +228,7 @@ def test_the_package_is_gone_and_the_snippet_is_still_set(require_virtual_node: 
         assert (done.stdout, done.stderr) == ("", "") and world.ct.running
         before = world.ct.monitor_pid
         world.init("reboot")
-        node.wait_until(lambda: world.ct.monitor_pid not in (0, before), "129 to run again", 20)
+        node.wait_until(lambda: world.ct.monitor_pid not in (0, before), "129 to run again", 60)
         assert world.records() == []
 
 

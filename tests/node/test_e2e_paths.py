@@ -53,7 +53,7 @@ def test_shutdown_that_times_out(world: World) -> None:
     reports = world.entries("watchdog-report")
     assert reports and "nothing is signalled" in reports[0]["MESSAGE"]
     (world.ct.root / "etc/slow").unlink()
-    world.node.wait_until(lambda: "post-stop" in world.phases(), "the late post-stop", 20)
+    world.node.wait_until(lambda: "post-stop" in world.phases(), "the late post-stop", 60)
     world.check("pct shutdown, times out, guest ends later", STOPPED)
 
 
@@ -163,7 +163,7 @@ def test_busy_root_file_system(world: World) -> None:
     world.begin()
     process = busy(world.ct)
     world.ct.stop()
-    world.node.wait_until(lambda: world.records(), "the drop-in's record", 20)
+    world.node.wait_until(lambda: world.records(), "the drop-in's record", 60)
     process.kill()
     world.check("busy rootfs at stop", [("unit-stop-post", "released")], phases=["pre-stop", "exec-stop-post"])
 
@@ -221,7 +221,7 @@ def test_a_container_without_gpu(world: World) -> None:
     said = [ct.start(), ct.reboot(), ct.stop(), ct.start()]
     ct.attach(["/opt/standin/tiny-init", "reboot"], check=False)
     before = ct.monitor_pid
-    world.node.wait_until(lambda: ct.monitor_pid not in (0, before), "132 to run again", 20)
+    world.node.wait_until(lambda: ct.monitor_pid not in (0, before), "132 to run again", 60)
     world.kill(ct.monitor_pid)
     world.node.wait_unit(ct.unit, "failed")
     world.node.systemctl("start", ct.unit)

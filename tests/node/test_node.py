@@ -85,7 +85,7 @@ def test_a_holder_inside_is_known_to_the_driver_by_its_host_pid(
     assert json.loads(node.python(ASK_THE_DRIVER).stdout) == {"50": [], "51": [holder.pid]}
     assert holder.pid in container.processes()
     container.stop()
-    holder.wait_gone(5)
+    holder.wait_gone()
     assert json.loads(node.python(ASK_THE_DRIVER).stdout) == {"50": [], "51": []}
 
 
@@ -199,7 +199,7 @@ def test_a_killed_test_leaves_nothing(abandoned: tuple[subprocess.Popen[str], st
     process, name, _ = abandoned
     assert traces(name)
     end(process)
-    wait_until(lambda: not traces(name), "the keeper to clear up", 30)
+    wait_until(lambda: not traces(name), "the keeper to clear up", 60)
 
 
 def test_what_a_killed_keeper_leaves_goes_with_the_next_start(
@@ -209,7 +209,7 @@ def test_what_a_killed_keeper_leaves_goes_with_the_next_start(
     os.kill(keeper_pid, signal.SIGKILL)
     end(process)
     with VirtualNode():
-        wait_until(lambda: not traces(name), "the sweep", 30)
+        wait_until(lambda: not traces(name), "the sweep", 60)
 
 
 def test_an_interrupted_build_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,12 @@ def test_a_refusal_comes_back_from_the_daemon(ghostly: VirtualNode) -> None:
 def test_the_unit_finishes_though_the_daemon_is_killed(ghostly: VirtualNode) -> None:
     ghostly.write("/run/smi.pause", "")
     caller = ghostly.popen(["pve-gpu-release", "129", "--reset", "--json"])
-    ghostly.wait_until(lambda: ghostly.exists("/run/smi.paused"), "the reset is at work", 20)
+    ghostly.wait_until(lambda: ghostly.exists("/run/smi.paused"), "the reset is at work", 60)
     ghostly.run(["systemctl", "kill", "-s", "KILL", "pve-gpu-hostd.service"])
     caller.signal(signal.SIGKILL)
     caller.communicate()
     ghostly.remove("/run/smi.pause")
-    ghostly.wait_until(lambda: "'active'" in persistenced_since(ghostly), "the service is back", 20)
+    ghostly.wait_until(lambda: "'active'" in persistenced_since(ghostly), "the service is back", 60)
     done = "grep -L outcome /run/pve-gpu-release/resets/*.json 2>/dev/null"
     ghostly.wait_until(
         lambda: not ghostly.run(["sh", "-c", done], check=False).stdout, "nothing is left to be undone", 20

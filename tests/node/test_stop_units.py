@@ -112,7 +112,7 @@ def test_a_unit_of_a_user_manager(node: VirtualNode, ct: Container) -> None:
     started = ct.attach(["systemctl", "start", "user@1000.service"], check=False)
     if started.returncode:
         pytest.skip(f"no user manager in this container: {ct.attach(['journalctl', '-n', '20'], check=False).stdout}")
-    node.wait_until(lambda: any("user@1000" in c for c in cgroups(node, ct)), "ml.service", 10)
+    node.wait_until(lambda: any("user@1000" in c for c in cgroups(node, ct)), "ml.service", 60)
     status, report = release(node, ct.vmid, "--stop-units")
     assert (status, report["reason"]) == (0, "released"), report
     assert [r["step"] for r in report["rungs"]] == ["stop-unit"], report["rungs"]

@@ -25,7 +25,7 @@ DAEMON = next(
     (p for p in ("/usr/lib/systemd/systemd-journald", "/lib/systemd/systemd-journald") if os.path.exists(p)), ""
 )
 SOCKET = "/run/systemd/journal/socket"
-DEADLINE_S = 30
+DEADLINE_S = 60.0
 AVAILABLE = os.geteuid() == 0 and bool(DAEMON) and bool(shutil.which("unshare")) and bool(shutil.which("journalctl"))
 
 

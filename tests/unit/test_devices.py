@@ -133,7 +133,7 @@ class TestProcGpus:
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
             devices.read_proc_gpus(root, deadline_s=0.1)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
 
     def test_an_unreadable_one_is_an_error(self, tmp_path: Path):
         root = self.tree(tmp_path, "0000:18:00.0")

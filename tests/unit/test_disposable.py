@@ -31,7 +31,7 @@ def test_silence_is_a_timeout_and_costs_no_more_than_the_deadline() -> None:
     started = time.monotonic()
     answer = call_with_deadline(lambda: signal.pause() or b"", 0.1)  # type: ignore[func-returns-value]
     assert answer.outcome is Outcome.TIMEOUT
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     while disposable.reap_abandoned():
         time.sleep(0.001)
 

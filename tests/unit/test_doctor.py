@@ -162,7 +162,7 @@ def test_tools_are_bounded_and_get_a_clean_environment(monkeypatch: pytest.Monke
     begun = time.monotonic()
     with pytest.raises(CannotLookError, match="no answer within"):
         run_tool(["/usr/bin/sleep", "60"], 0.2)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     with pytest.raises(CannotLookError, match="cannot run /nonexistent"):
         run_tool(["/nonexistent"], 1.0)
 

@@ -185,4 +185,4 @@ def test_a_daemon_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: py
         began = time.monotonic()
         with pytest.raises(DaemonAbsent):
             hook.by_daemon(129, "pre-start", "hookscript", {}, str(tmp_path / "socket"))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20

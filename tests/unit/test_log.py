@@ -321,7 +321,7 @@ class TestRealJournal:
             assert "container 131:" in first
             if end == "interrupt":
                 node.run("kill", "-INT", inside)
-                follower.communicate(timeout=30)
+                follower.communicate(timeout=60)
                 assert follower.returncode == 130
             else:
                 follower.stdout.close()

@@ -580,14 +580,14 @@ def test_with_nobody_connected_nothing_wakes_the_server(served: ServerProcess) -
 
 
 def test_a_stop_lets_workers_stop_and_tells_their_callers(room: Path, go: str) -> None:
-    with ServerProcess(room / "s", METHODS, fast(workers={"work": 1, "look": 1})) as served:
+    with ServerProcess(room / "s", METHODS, fast(workers={"work": 1, "look": 1}, stop_s=30.0)) as served:
         running, queued, idle = served.client(), served.client(), served.client()
         running.ask("Wait", {"go": go}, more=True)
         queued.say("Wait", {"go": go})
         idle.ask("Echo", {"text": "x"})
         begun = time.monotonic()
         assert served.stop() == 0
-        assert time.monotonic() - begun < 1.5
+        assert time.monotonic() - begun < 20
         for client in (running, queued):
             reply = client.hear()
             assert reply is not None and reply["error"] == interface.STOPPING

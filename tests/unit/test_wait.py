@@ -54,7 +54,7 @@ def test_at_the_time_limit_the_last_look_counts_and_it_was_not_looked_at_all_the
     target, cancel = Target(Look("gpu-in-use", BUSY)), Cancel()
     found, waited_s = wait(target, 1.0, cancel, lambda *_: None)  # type: ignore[arg-type]
     cancel.close()
-    assert found.reason == "gpu-in-use" and 1.0 <= waited_s < 3 and target.asked < 20
+    assert found.reason == "gpu-in-use" and 1.0 <= waited_s < 10 and target.asked < 20
     assert result(found, waited_s, None, "0")["reason"] == "gpu-in-use"
 
 

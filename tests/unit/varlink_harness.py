@@ -19,7 +19,7 @@ from typing import Any
 
 from hostd.service import server as service
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 IFACE = "io.pve.GpuRelease"
 
 

@@ -109,7 +109,7 @@ class Daemon:
         self.running.process.wait_gone()
         self.running.popen.wait(20)
 
-    def stop(self, timeout: float = 20) -> int:
+    def stop(self, timeout: float = 60) -> int:
         """systemctl stop; its exit status."""
         assert self.running is not None
         self.running.process.kill(15)

@@ -31,7 +31,7 @@ def kill_worker(daemon: Daemon) -> None:
 def stop_daemon(daemon: Daemon) -> None:
     begun = time.monotonic()
     assert daemon.stop() == 0
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 15
 
 
 KILLERS = pytest.mark.parametrize("kill", [kill_daemon, kill_worker, stop_daemon], ids=lambda k: k.__name__)

@@ -136,6 +136,6 @@ def test_a_flood_of_connections_keeps_nobody_out_for_long(daemon: Daemon, produc
         flood.append(client)
     begun = time.monotonic()
     assert product.run("status").status == 0
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 15
     for client in flood:
         client.close()

@@ -69,9 +69,9 @@ def test_the_wall_clock_decides_nothing(
         done = finish(running)
         assert done.status == 0, done.out + done.err
         taken = time.monotonic() - begun
-        assert 0.7 <= taken < 6 and job.terms() == 1
+        assert 0.7 <= taken < 30 and job.terms() == 1
         reports = [r["report"] for r in daemon.records()]
-        assert all(700 <= r["duration_ms"] < 6000 for r in reports)
+        assert all(700 <= r["duration_ms"] < 30_000 for r in reports)
     assert daemon.status()["driver"]["wedged"] is None
     daemon.settle()
 
@@ -116,14 +116,14 @@ def test_a_journal_that_does_not_read_is_in_nobodys_way(
         job = Job(container, "obey")
         begun = time.monotonic()
         product.release("129").must_be("released")
-        assert time.monotonic() - begun < 4
+        assert time.monotonic() - begun < 15
         assert job.terms() == 1
     for _ in range(30):
         daemon.signal(1)
         assert daemon.status()["daemon"]["config_error"] == ""
     begun = time.monotonic()
     assert daemon.stop() == 0
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 15
     heard = 0
     deaf_journal.settimeout(10)
     while heard < 11:  # what the kernel took while nobody read

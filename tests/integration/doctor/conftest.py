@@ -129,7 +129,7 @@ class FineNode:
         for running in self._services:
             if running.popen.poll() is None:
                 running.process.kill(signal.SIGKILL)
-            running.popen.communicate(timeout=20)
+            running.popen.communicate(timeout=60)
 
     def doctor(self, *words: str, **options: Any) -> Any:
         """The command line, as an administrator runs it."""

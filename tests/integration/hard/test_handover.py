@@ -66,7 +66,7 @@ def test_on_a_terminal_it_names_each_and_asks(node: Node, product: Product, said
         assert f"container 130 has GPU 0 open: pid {held[130][0]}".encode() in text
         assert b"from containers 129, 130?" in text
         os.write(ours, said.encode() + b"\n")
-        status = running.popen.wait(timeout=30)
+        status = running.popen.wait(timeout=60)
     finally:
         os.close(ours)
         os.close(theirs)

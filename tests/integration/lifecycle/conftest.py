@@ -96,7 +96,7 @@ def daemon(node: Node, hook: Hook) -> Iterator[Callable[[], Running]]:
     for running in started:
         if running.popen.poll() is None:
             running.process.kill(signal.SIGTERM)
-        running.popen.communicate(timeout=20)
+        running.popen.communicate(timeout=60)
 
 
 def of_unit(node: Node, invocation: str) -> None:
@@ -107,7 +107,7 @@ def of_unit(node: Node, invocation: str) -> None:
     path.symlink_to(invocation)
 
 
-def until(question: Callable[[], Any], what: str, timeout: float = 15) -> Any:
+def until(question: Callable[[], Any], what: str, timeout: float = 60) -> Any:
     end = time.monotonic() + timeout
     while not (answer := question()):
         assert time.monotonic() < end, f"gave up waiting for {what}"

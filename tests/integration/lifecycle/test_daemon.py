@@ -73,7 +73,7 @@ def test_holders_are_signalled_once_the_init_is_gone(
     left = node.spawn_holder(argv=("agent",), open=("/dev/nvidia0",), cgroup="lxc/129", ignore_term=True)
     hook("pre-stop")
     container.init_process.kill(signal.SIGKILL)
-    left.wait_gone(10)
+    left.wait_gone()
     until(lambda: (hook.remembered("watch") or {}).get("signalled") or hook.remembered("snapshots") is None, "the watch")
 
 
@@ -87,7 +87,7 @@ def test_the_watch_signals_nobody_of_a_run_that_began_after_it_judged(node: Node
     job = again.spawn_holder(open=("/dev/nvidia0",), alloc=("50:1000:compute",))
     guest = node.spawn_holder(argv=("agent",), open=("/dev/nvidia0",), cgroup="lxc/129/ns/x")
     node.write("/run/go", "")
-    said, _ = watch.popen.communicate(timeout=30)
+    said, _ = watch.popen.communicate(timeout=60)
     assert said.strip() == "[]" and lives(job, guest)
 
 
@@ -127,7 +127,7 @@ def test_a_stuck_task_is_named_with_the_way_out(daemon: Start, container: Contai
     hook("exec-stop-post", INVOCATION_ID=INVOCATION)
     assert time.monotonic() - began < 15
     frozen.thaw()
-    holder.wait_gone(10)
+    holder.wait_gone()
 
 
 def test_a_daemon_that_is_killed_in_the_middle_leaves_the_work_to_the_hook(
@@ -141,7 +141,7 @@ def test_a_daemon_that_is_killed_in_the_middle_leaves_the_work_to_the_hook(
     post_stop = hook.start("post-stop", INVOCATION_ID=INVOCATION)
     until(lambda: hook.records(), "the record written ahead")
     running.process.kill(signal.SIGKILL)
-    _, err = post_stop.popen.communicate(timeout=30)
+    _, err = post_stop.popen.communicate(timeout=60)
     assert post_stop.popen.returncode == 0 and err == ""
     (record,) = hook.records()
     assert record["report"]["verdict"] == "released" and record["owner"] == "hook"
@@ -158,7 +158,7 @@ def test_a_daemon_that_is_stopped_in_the_middle_leaves_the_work_to_the_hook(
     post_stop = hook.start("post-stop", INVOCATION_ID=INVOCATION)
     until(lambda: hook.records(), "the record written ahead")
     running.process.kill(signal.SIGTERM)
-    post_stop.popen.communicate(timeout=30)
+    post_stop.popen.communicate(timeout=60)
     (record,) = hook.records()
     assert record["report"]["verdict"] == "released"
 
@@ -219,11 +219,11 @@ def test_over_the_budget_the_stop_goes_on_and_so_does_the_daemon(
     daemon()
     engine()
     hook("pre-stop")
-    node.control(fall_mib_per_ms=10, fall_step_mib=1000)
+    node.control(fall_mib_per_ms=3, fall_step_mib=300)
     container.stop()
     began = time.monotonic()
     done = hook("post-stop", INVOCATION_ID=INVOCATION)
-    assert done.returncode == 0 and time.monotonic() - began < 5
+    assert done.returncode == 0 and time.monotonic() - began < 10
     assert "pve-gpu-hostd goes on" in done.stdout
     until(lambda: hook.records()[0]["report"], "the daemon to finish")
     assert hook.report()["verdict"] == "released"
@@ -257,7 +257,7 @@ def test_another_release_in_flight_costs_a_stop_its_budget_once_and_the_record_s
     hook("exec-stop-post", INVOCATION_ID=INVOCATION)
     assert first < 8 and time.monotonic() - begun - first < first, "the second call of the same stop waits for nobody"
     assert hook.records() == []
-    other.popen.communicate("\n", timeout=20)
+    other.popen.communicate("\n", timeout=60)
     until(lambda: hook.records() and hook.records()[0]["report"], "the daemon to finish")
     assert hook.triggers() == ["hook-post-stop"] and hook.report()["verdict"] == "released"
 

@@ -76,7 +76,7 @@ def test_the_gate_warns_by_default(stopped: None, node: Node, hook: Hook) -> Non
 def test_an_unknown_verdict_never_blocks(stopped: None, node: Node, hook: Hook) -> None:
     hook.configure("hook: {on_dirty: block, pre_start_budget: 3}\n")
     node.control(hang="nvmlInit")
-    done = hook("pre-start", timeout=10)
+    done = hook("pre-start", timeout=60)
     assert done.returncode == 0 and "start goes on: " in done.stdout
 
 
@@ -121,16 +121,16 @@ def test_post_start_says_whether_the_container_runs(node: Node, container: Conta
 
 def test_a_release_in_flight_holds_a_start_up_for_half_the_budget_only(stopped: None, node: Node, hook: Hook) -> None:
     """Leftovers are cleared all the same, and ExecStartPre= does not wait again."""
-    hook.configure("hook: {pre_start_budget: 2}\n")
+    hook.configure("hook: {pre_start_budget: 8}\n")
     hook("pre-start")
     take = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); time.sleep(600)"
     busy = node.popen([sys.executable, "-I", "-c", take, f"{STORE}/locks/129.lock"])
     assert busy.popen.stdout is not None and busy.popen.stdout.readline() == "held\n"
     left = squat(node, "lxc/129")
-    done = hook("pre-start", timeout=10)
+    done = hook("pre-start", timeout=60)
     assert done.returncode == 0 and "goes on unchecked" in done.stdout and dead(left)
     began = time.monotonic()
     assert hook("exec-start-pre").returncode == 0
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 3.5
     busy.process.kill()
     busy.popen.communicate()
