@@ -6,7 +6,7 @@ import time
 
 from hostd.case import driver_silence
 from hostd.climb import Climb
-from hostd.figures import RESERVE_COUNTED, baseline_of, excess_mib
+from hostd.figures import baseline_of, excess_mib, old_ghost_mib
 from hostd.model import Holder, Observation
 from hostd.triage import stuck_tasks
 from hostd.waiting import MemoryGauge, Patience, wait_readable
@@ -146,16 +146,9 @@ class Drain:
     def _old_ghost_mib(self, observation: Observation) -> int:
         """MiB of ghost memory that is no more than it was before, on the GPUs that nobody else is attached to."""
         climb = self._climb
-        total = 0
-        for gpu in observation.gpus:
-            minor = gpu.info.minor
-            ghost, baseline = gpu.ghost_mib, baseline_of(minor, climb.first, climb.baseline_mib)
-            wanted = minor in climb.minors | climb.own_minors() and gpu.error_code != RESERVE_COUNTED
-            if not wanted or gpu.foreign_clients or not ghost or not baseline:
-                continue
-            if min(ghost, baseline) > gpu.tolerance_mib:
-                total += ghost
-        return total
+        verified = climb.minors | climb.own_minors()
+        gpus = [gpu for gpu in observation.gpus if gpu.info.minor in verified]
+        return sum(old_ghost_mib(gpu, climb.first, climb.baseline_mib) for gpu in gpus)
 
 
 def _to_go(observation: Observation, over: dict[int, int], dying: list[Holder]) -> list[str]:

@@ -19,6 +19,21 @@ def baseline_of(minor: int, before: Observation, earlier: dict[int, int]) -> int
     return state.baseline_mib if state else None
 
 
+def lonely_ghost_mib(state: GpuState) -> int:
+    """Ghost memory on a GPU that nobody else is attached to; 0 when it is within the tolerance or cannot be told."""
+    ghost = state.ghost_mib
+    if ghost is None or state.foreign_clients or state.error_code == RESERVE_COUNTED:
+        return 0
+    return ghost if ghost > state.tolerance_mib else 0
+
+
+def old_ghost_mib(state: GpuState, before: Observation, earlier: dict[int, int]) -> int:
+    """`lonely_ghost_mib` where there was ghost memory before, too; by the baseline when the driver was silent then."""
+    was = before.gpu(state.info.minor)
+    ghost = was.ghost_mib if was is not None and was.ghost_mib is not None else earlier.get(state.info.minor, 0)
+    return lonely_ghost_mib(state) if ghost > state.tolerance_mib else 0
+
+
 def excess_mib(state: GpuState, baseline: int | None) -> int:
     """Ghost memory above the baseline of this release and its tolerance; 0 when there is none or no figure.
 

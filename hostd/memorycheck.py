@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostd.case import Case, Judgement, Selection, driver_silence, judgement
-from hostd.figures import RESERVE_COUNTED, baseline_of, excess_mib
+from hostd.figures import baseline_of, excess_mib, lonely_ghost_mib, old_ghost_mib
 from hostd.model import GpuState, Heir
 from hostd.words import bar1_text, gpu_text, gpus_text, holders_text, others_text
 
@@ -52,20 +52,11 @@ def ghost(case: Case) -> Judgement | None:
     return judgement(case, "ghost-memory", ghost=ghost + bar1_text(case, over))
 
 
-def _lonely_ghost_mib(state: GpuState) -> int:
-    """Ghost memory on a GPU that nobody else is attached to; 0 when it is within the tolerance or cannot be told."""
-    ghost = state.ghost_mib
-    if ghost is None or state.foreign_clients or state.error_code == RESERVE_COUNTED:
-        return 0
-    return ghost if ghost > state.tolerance_mib else 0
-
-
 def ghost_before(case: Case) -> Judgement | None:
     """Ghost memory that was there before: held only on a GPU that nobody else is attached to (DESIGN 4, Verify)."""
     for state, _ in _states(case):
-        ghost, baseline = _lonely_ghost_mib(state), baseline_of(state.info.minor, case.before, case.baseline_mib)
-        if ghost and baseline is not None and baseline > state.tolerance_mib:
-            text = f"{ghost:,} MiB on {gpu_text(state)}"
+        if mib := old_ghost_mib(state, case.before, case.baseline_mib):
+            text = f"{mib:,} MiB on {gpu_text(state)}"
             return judgement(case, "draining" if case.falling else "ghost-memory-before", ghost=text)
     return None
 
@@ -76,7 +67,7 @@ def ghost_of_whom(case: Case) -> Judgement | None:
         return None
     for spot in (s for s in case.after.blind_spots if s.source == "pve"):
         for state in case.after.gpus:
-            if mib := _lonely_ghost_mib(state):
+            if mib := lonely_ghost_mib(state):
                 detail = f"{spot.what}: {spot.error}; {mib:,} MiB on {gpu_text(state)} that nobody holds may be its own"
                 return judgement(case, "blind-spots", detail=detail)
     return None

@@ -318,9 +318,12 @@ class GpuState:
 
     @property
     def baseline_mib(self) -> int | None:
-        """What is ghost memory before a release: what a dead opener's heir of the container keeps is no baseline of it
-        (DESIGN 3, ghost memory), and has no share in `ghost_mib` either while that heir lives."""
-        return self.ghost_mib
+        """Memory in use before a release that no listed client accounts for, dead ones included: what a dead opener has
+        left may be the container's whether or not its heir was found, and is no baseline (DESIGN 3, ghost memory).
+
+        None when a figure is missing. Never more than `ghost_mib`.
+        """
+        return _minus(self.used_mib, self.live_mib, self.dead_mib(*Heir))
 
     @property
     def available_mib(self) -> int | None:

@@ -113,7 +113,8 @@ class Starting:
             messages=on.outcome.messages,
         )
         if release.last is not None:
-            started.baseline_mib = [[g.info.minor, g.baseline_mib] for g in gpus if g.baseline_mib is not None]
+            # The container does not run: none of it is its own.
+            started.baseline_mib = [[g.info.minor, g.ghost_mib] for g in gpus if g.ghost_mib is not None]
         on.write(started)
         if not gate.allow and on.event.phase is Phase.EXEC_START_PRE:
             key = stop_key(replace(on.event, phase=Phase.EXEC_STOP_POST), "")

@@ -78,6 +78,19 @@ def test_a_list_that_grows_while_it_is_read_is_read_again(
     assert answer.json["verdict"] in ("released", "held") and dead(holder)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
+def test_memory_in_flight_of_a_dead_opener_is_no_baseline(
+    node: Node, product: Product, container: Container, engine: Engine, shared: bool
+) -> None:
+    """A child keeps it in a socket, where nobody sees it: what is left when the others are gone may be the container's."""
+    if shared:
+        node.container(130).spawn_holder(argv=("train",), open=ONE_GPU, alloc=("50:2048:compute",))
+    plain = engine(alloc=("50:1000:compute",), open=ONE_GPU)
+    hidden = engine(alloc=("50:4000:compute",), open=ONE_GPU, inflight=True, children=1, die=True)
+    answer = product.release(129).must_be("ghost-memory")
+    assert dead(plain) and hidden.by_role("child")[0].alive() and "4,000 MiB on GPU 0" in answer.message
+
+
 @pytest.mark.case("in-flight")
 def test_a_descriptor_in_flight_is_named_and_never_signalled(
     node: Node, product: Product, engine: Engine, neighbours: list[HolderHandle], expected: str

@@ -41,6 +41,7 @@ class Row(NamedTuple):
 
 
 NOBODY = DeadClient(11, 500, Heir.NOBODY)
+OLD = DeadClient(12, 500, Heir.NOBODY)
 ROWS = [
     Row("killed, memory back", case(HELD, FREE, **KILLED), "released"),
     Row("nothing was held", case(FREE, FREE, **IDLE), "nothing-held"),
@@ -153,6 +154,20 @@ ROWS = [
         "memory stays charged to the dead",
         case(HELD, look(gpus=[gpu(50, 500, dead_clients=(NOBODY,))]), **KILLED),
         "ghost-memory",
+    ),
+    Row(
+        "memory of a dead one whose heir nobody finds, from before, beside others",
+        case(
+            look(holder(11, 50), gpus=[gpu(50, 1507, {11: 1000}, foreign={7: 7}, dead_clients=(OLD,))]),
+            look(gpus=[gpu(50, 507, foreign={7: 7}, dead_clients=(OLD,))]),
+            **KILLED,
+        ),
+        "ghost-memory",
+    ),
+    Row(
+        "memory of a dead one whose heir nobody finds, from before, exclusive",
+        case(look(gpus=[gpu(50, 500, dead_clients=(OLD,))]), look(gpus=[gpu(50, 500, dead_clients=(OLD,))]), **OWN_GPU),
+        "ghost-memory-before",
     ),
     Row("memory still falls at the limit", case(HELD, look(gpus=[gpu(50, 500)]), **KILLED, falling=True), "draining"),
     Row("a context's worth stays", case(HELD, look(gpus=[gpu(50, 16)]), **KILLED), "released"),
@@ -359,6 +374,11 @@ def test_a_figure_that_is_missing_is_never_0(missing: str) -> None:
 def test_what_a_living_heir_keeps_is_no_ghost_and_no_baseline() -> None:
     state = gpu(50, 1300, dead_clients=(DeadClient(9, 1000, Heir.OWN), DeadClient(8, 200, Heir.FOREIGN)))
     assert state.ghost_mib == state.baseline_mib == 100
+
+
+def test_what_a_dead_one_has_left_without_an_heir_is_ghost_memory_and_no_baseline() -> None:
+    state = gpu(50, 700, dead_clients=(NOBODY,))
+    assert (state.ghost_mib, state.baseline_mib) == (700, 200)
 
 
 BEFORE = gpu(50, 1507, {11: 1000, 12: 500}, foreign={7: 7})
