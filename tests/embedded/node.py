@@ -326,7 +326,7 @@ class Node(Scope):
 
     def _is_ours(self, entry: Path) -> bool:
         try:
-            return f"/{self._directory.name}/" in (entry / "cgroup").read_text()
+            return f"/{self._directory.name}/" in (entry / "cgroup").read_text(errors="replace")
         except OSError:
             return False
 

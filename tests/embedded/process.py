@@ -25,6 +25,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEAD
         time.sleep(0.001)
 
 
+THAW = re.compile("rwsem|munmap")
+"""Where a thread sleeps that waits for a frozen file system, or behind one that does (wchan)."""
+
+
 @dataclass(slots=True)
 class Process:
     """One process inside the node.
@@ -85,16 +89,18 @@ class Process:
         """Until one of its threads is in that state."""
         wait_until(lambda: state in self.states(), f"{self.role} {self.pid} in state {state}", timeout_s)
 
-    def wait_stuck(self, timeout_s: float = DEADLINE_S) -> None:
-        """Until one of its threads waits for a frozen file system in D state (and not for a disk)."""
-        wait_until(self._is_stuck, f"{self.role} {self.pid} stuck on a frozen file system", timeout_s)
+    def wait_stuck(self, threads: int = 1, timeout_s: float = DEADLINE_S) -> None:
+        """Until so many of its threads wait for a frozen file system in D state (and not for a disk). With `fault=` it is
+        two: one in the page fault, and one that queues to change the memory map, behind which every reader waits."""
+        what = f"{self.role} {self.pid} with {threads} threads stuck on a frozen file system"
+        wait_until(lambda: self._stuck_threads() >= threads, what, timeout_s)
 
-    def _is_stuck(self) -> bool:
+    def _stuck_threads(self) -> int:
         try:
             tasks = list((self.proc / "task").iterdir())
-            return any(_state(t / "stat") == "D" and "rwsem" in (t / "wchan").read_text() for t in tasks)
+            return sum(_state(t / "stat") == "D" and bool(THAW.search((t / "wchan").read_text())) for t in tasks)
         except OSError:
-            return False
+            return 0
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.pidfd >= 0:
@@ -118,7 +124,7 @@ class Process:
     def outer_cgroup(self) -> str:
         """The same as this machine sees it."""
         try:
-            lines = (self.proc / "cgroup").read_text().splitlines()
+            lines = (self.proc / "cgroup").read_text(errors="replace").splitlines()
         except OSError:
             return ""
         return next(line[3:] for line in lines if line.startswith("0::"))

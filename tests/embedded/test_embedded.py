@@ -616,7 +616,7 @@ def test_a_write_fault_blocks_readers_of_the_command_line_but_not_of_status(node
         holder = node.spawn_holder(open=DEVICES, fault=frozen.path("mapped"))
         frozen.freeze()
         holder.trigger()
-        holder.main.wait_stuck()
+        holder.main.wait_stuck(2)
         reader = node.popen(["cat", f"/proc/{holder.pid}/cmdline"])
         with pytest.raises(subprocess.TimeoutExpired):
             reader.popen.wait(timeout=0.3)

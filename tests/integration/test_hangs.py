@@ -30,7 +30,7 @@ def test_a_holder_whose_command_line_and_maps_block_costs_one_deadline(
         stuck, other = engine(fault=frozen.path("page")), engine()
         frozen.freeze()
         stuck.trigger()
-        stuck.main.wait_stuck()
+        stuck.main.wait_stuck(2)
         answer = timed(product, "verify", 129, within_s=15).must_be("holders-present")
         assert set(answer.fates()) == {stuck.pid, other.pid}
         found = answer.holder(stuck.pid)
@@ -48,7 +48,7 @@ def test_who_shows_no_descriptor_and_cannot_be_read_may_hide_a_mapping(
         stuck = container.spawn_holder(argv=("backup",), fault=frozen.path("page"))
         frozen.freeze()
         stuck.trigger()
-        stuck.main.wait_stuck()
+        stuck.main.wait_stuck(2)
         holder = engine()
         answer = timed(product, 129, within_s=30).must_be(expected)
         assert answer.signalled() == {holder.pid} and dead(holder) and held_mib(node) == {}
@@ -63,7 +63,7 @@ def test_many_that_block_are_bounded_too(product: Product, container: Container,
         for stuck in many:
             stuck.trigger()
         for stuck in many:
-            stuck.main.wait_stuck()
+            stuck.main.wait_stuck(2)
         holder = engine()
         timed(product, 129, within_s=60).must_be("blind-spots")
         assert dead(holder) and lives(*many)
@@ -78,7 +78,7 @@ def test_what_blocks_in_another_container_is_no_blind_spot_of_ours(
         stuck = other.spawn_holder(open=ONE_GPU, alloc=("50:2048:compute",), inflight=True, fault=frozen.path("page"))
         frozen.freeze()
         stuck.trigger()
-        stuck.main.wait_stuck()
+        stuck.main.wait_stuck(2)
         holder = engine()
         answer = timed(product, 129, within_s=30).must_be("released")
         assert dead(holder) and answer.gpu(50)["ghost_mib"] == 0

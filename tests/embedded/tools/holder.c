@@ -329,12 +329,28 @@ static void *fault(void *unused)
 	return unused;
 }
 
+/* In D state for the thaw, and not for a moment of something else. */
+static int waits_for_thaw(int tid)
+{
+	char path[64], text[128] = "";
+	int fd;
+
+	if (state_of(tid) != 'D')
+		return 0;
+	snprintf(path, sizeof path, "/proc/self/task/%d/wchan", tid);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0 || read(fd, text, sizeof text - 1) < 0)
+		fail("read", path);
+	close(fd);
+	return strstr(text, "rwsem") != NULL;
+}
+
 /* A writer of the memory map, queued behind the stuck fault, is what blocks every reader of cmdline and maps. */
 static void *unmap(void *unused)
 {
 	int tid;
 
-	while (!(tid = __atomic_load_n(&faulter, __ATOMIC_ACQUIRE)) || state_of(tid) != 'D')
+	while (!(tid = __atomic_load_n(&faulter, __ATOMIC_ACQUIRE)) || !waits_for_thaw(tid))
 		usleep(500);
 	munmap(fault_page, 4096);
 	return unused;

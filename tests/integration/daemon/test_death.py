@@ -174,6 +174,9 @@ def test_a_restarted_daemon_finishes_what_nobody_else_does(
     job = Job(container, "ignore")
     running = release(product, "--grace", "1")
     wait_until(job.has_term, "the SIGTERM")
+    daemon.signal(signal.SIGSTOP)  # else it may see that its caller is gone, and cancel
+    assert daemon.running is not None
+    daemon.running.process.wait_state("T")
     running.process.kill()
     daemon.kill()
     running.popen.communicate()
