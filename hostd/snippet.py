@@ -13,6 +13,7 @@ import shlex
 import stat
 import subprocess
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -220,8 +221,21 @@ def with_chain(text: str, path: str, volume: str, limit_s: float) -> str:
 def chained_volume(text: str) -> str:
     """The volume of the hookscript that this snippet calls; empty when it calls none."""
     for line in text.split("\n"):
-        if line.startswith("chained=") and " # " in line:
-            return line.rpartition(" # ")[2].strip()
+        if line.startswith("chained="):
+            return _after_one_word(line, " # ").strip()
+    return ""
+
+
+def _after_one_word(line: str, mark: str) -> str:
+    """What follows the mark that stands after one whole word of the shell; the word may have the mark in itself."""
+    at = line.find(mark)
+    while at >= 0:
+        try:
+            if len(shlex.split(line[:at])) == 1:
+                return line[at + len(mark) :]
+        except ValueError:  # in the middle of a quotation
+            pass
+        at = line.find(mark, at + 1)
     return ""
 
 
@@ -246,8 +260,8 @@ class Snippets:
         self._api = api
         self._source = source
         self._configurations = configurations
-        self.storages = {s.name: s for entry in api.get("/storage") if (s := parse_storage(entry)) is not None}
-        there = api.get("/nodes/localhost/storage", content="snippets", enabled=1)
+        self.storages = {s.name: s for entry in _entries(api, "/storage") if (s := parse_storage(entry)) is not None}
+        there = _entries(api, "/nodes/localhost/storage", content="snippets", enabled=1)
         usable = {str(e["storage"]) for e in there if str(e.get("active", "1")) != "0"}  # 0: not mounted
         self.storages = {name: s for name, s in self.storages.items() if name in usable}
         self._wanted = storage
@@ -255,7 +269,7 @@ class Snippets:
     def nodes(self) -> int:
         """How many nodes the cluster has; 1 where that cannot be said."""
         try:
-            found = self._api.get("/cluster/status")
+            found = _entries(self._api, "/cluster/status")
         except PgrError:
             return 1
         return max(1, sum(1 for entry in found if entry.get("type") == "node"))
@@ -266,11 +280,14 @@ class Snippets:
         Text is empty for no hookscript or a file that cannot be read. Raises NoSuchContainerError.
         """
         try:
-            config = self._api.get(f"/nodes/localhost/lxc/{vmid}/config")
+            path = f"/nodes/localhost/lxc/{vmid}/config"
+            config = self._api.get(path)
         except UnreadableError as exc:
             if "does not exist" in exc.message or "no such" in exc.message.lower():
                 raise NoSuchContainerError(f"no container {vmid} on this node", vmid=vmid) from exc
             raise
+        if not isinstance(config, dict):
+            raise UnreadableError(f"cannot understand Proxmox's answer to get {path}: {config!r:.80}", vmid=vmid)
         volume = str(config.get("hookscript") or "")
         return volume, self.read(volume), str(config.get("digest") or "")
 
@@ -295,7 +312,7 @@ class Snippets:
         `limit_s`: on the chained one; None: as it is, or the default.
         """
         volume, text, digest = self.current(vmid)
-        ours = is_ours(text) or _is_our_name(volume)
+        ours = is_ours(text) or is_our_name(volume)
         _refuse_lost_chain(vmid, volume, text)
         chained = chained_volume(text) if ours else volume
         if not ours and volume and not chain:
@@ -306,6 +323,7 @@ class Snippets:
             )
         storage = self._storage_for(volume if ours else "")
         name = f"{NAME}-{vmid}" if chained else NAME
+        target = storage.volume(name)
         wanted = self._script()
         if chained:
             path = self.path_of(chained)
@@ -314,9 +332,9 @@ class Snippets:
                     f"cannot chain {chained} of container {vmid}: it is no executable file of a storage that is here",
                     vmid=vmid,
                 )
+            self._refuse_shared_chain(vmid, target, chained)
             wanted = with_chain(wanted, path, chained, chain_limit(text) if limit_s is None else limit_s)
         changed = install(storage.path(name), wanted)
-        target = storage.volume(name)
         if volume == target:
             what = "refreshed" if changed else "unchanged"
             return Change(vmid, what, f"container {vmid} has it already: {target}", target)
@@ -327,12 +345,12 @@ class Snippets:
     def disable(self, vmid: int) -> Change:
         """Takes ours off; a chained one is set again. A foreign hookscript is left alone."""
         volume, text, digest = self.current(vmid)
-        if not volume or not (is_ours(text) or _is_our_name(volume)):
+        if not volume or not (is_ours(text) or is_our_name(volume)):
             return Change(vmid, "unchanged", f"container {vmid} has no hookscript of ours", volume)
         _refuse_lost_chain(vmid, volume, text)
         before = chained_volume(text)
         self._set(vmid, before, digest)
-        if before and not self._is_named(volume):
+        if before and self._named_by(volume) == []:
             try:
                 os.unlink(self.path_of(volume))
             except OSError:
@@ -340,19 +358,42 @@ class Snippets:
         message = f"container {vmid}: hookscript removed" + (f", {before} is set again" if before else "")
         return Change(vmid, "disabled", message, before)
 
-    def _is_named(self, volume: str) -> bool:
-        """Some container of the cluster, or a snapshot of one, has this hookscript (a clone or a restored backup has its
-        origin's): without the file it would not start. Also True when that cannot be said."""
+    def _refuse_shared_chain(self, vmid: int, target: str, chained: str) -> None:
+        """Raises RefusedError when others have this container's snippet (clones), and it calls another script for them."""
+        if chained_volume(self.read(target)) in ("", chained):
+            return
+        named = self._named_by(target)
+        if named is None:
+            raise UnreadableError(
+                f"cannot chain {chained} of container {vmid}: {target} calls another script, and who else has it cannot be "
+                f"read from {self._configurations}",
+                vmid=vmid,
+            )
+        if others := [number for number in named if number != vmid]:
+            raise RefusedError(
+                f"cannot chain {chained} of container {vmid}: {target} calls another script, and container "
+                f"{', '.join(map(str, others))} has it too",
+                next_step=f"pve-gpu-release hook enable {' '.join(map(str, others))}  # that gives a snippet of its own",
+                vmid=vmid,
+            )
+
+    def _named_by(self, volume: str) -> list[int] | None:
+        """The containers of the cluster that have this hookscript, now or in a snapshot (a clone or a restored backup has
+        its origin's): without the file they would not start. None when that cannot be said."""
+        found = []
         paths = glob.glob(self._configurations)
         for path in paths:
             try:
                 with open(path, encoding="utf-8", errors="replace") as file:
                     lines = file.read(1 << 20).split("\n")
             except OSError:
-                return True
-            if any(key == "hookscript" and value.strip() == volume for key, _, value in (x.partition(":") for x in lines)):
-                return True
-        return not paths
+                return None
+            if any(
+                key == "hookscript" and value.strip() == volume for key, _, value in (x.partition(":") for x in lines)
+            ):
+                name = os.path.basename(path).removesuffix(".conf")
+                found.append(int(name) if name.isdecimal() else 0)
+        return sorted(found) if paths else None
 
     def _storage_for(self, volume: str) -> Storage:
         """Where it is already, unless another one is asked for."""
@@ -386,9 +427,17 @@ class Snippets:
             ) from exc
 
 
+def _entries(api: Api, path: str, **options: object) -> list[Json]:
+    """A list of objects, as Proxmox answers. Raises UnreadableError for anything else."""
+    found = api.get(path, **options)
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise UnreadableError(f"cannot understand Proxmox's answer to get {path}: {found!r:.80}")
+    return found
+
+
 def _refuse_lost_chain(vmid: int, volume: str, text: str) -> None:
     """Raises RefusedError when our snippet calls another one and cannot be read: which one that is stands there only."""
-    if is_ours(text) or not _is_our_name(volume) or split_volume(volume)[1] == NAME:
+    if is_ours(text) or not is_our_name(volume) or split_volume(volume)[1] == NAME:
         return
     raise RefusedError(
         f"cannot change the hookscript of container {vmid}: {volume} calls another one after ours, and cannot be read to "
@@ -399,7 +448,7 @@ def _refuse_lost_chain(vmid: int, volume: str, text: str) -> None:
     )
 
 
-def _is_our_name(volume: str) -> bool:
+def is_our_name(volume: str) -> bool:
     """A volume that is named as ours is, though its file is not there (any more)."""
     name = split_volume(volume)[1]
     return name == NAME or (name.startswith(f"{NAME}-") and name[len(NAME) + 1 :].isdecimal())
@@ -428,6 +477,8 @@ def install(path: str, text: str) -> bool:
             if file.read() != text:
                 raise UnreadableError(f"cannot install {path}: it reads differently")
     except OSError as exc:
+        with suppress(OSError):
+            os.unlink(temporary)
         step = f"mkdir -p {os.path.dirname(path)}" if isinstance(exc, FileNotFoundError) else ""
         raise UnreadableError(f"cannot install {path}: {exc.strerror}", next_step=step) from exc
     return True

@@ -21,7 +21,7 @@ from hostd.cli.common import (
     whole,
 )
 from hostd.errors import NoSuchContainerError, PgrError, UsageError
-from hostd.snippet import CHAIN_LIMIT_S, Change, LocalApi, Snippets, chained_volume, is_ours
+from hostd.snippet import CHAIN_LIMIT_S, Change, LocalApi, Snippets, chained_volume, is_our_name, is_ours
 from hostd.verdicts import exit_status, worst
 
 Json = dict[str, Any]
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help="what to do")
     parser.add_argument("vmids", nargs="*", default=[], type=vmid, metavar="VMID", help="container id")
     parser.add_argument(
-        "--all", action="store_true", help="every container of this node with a GPU in its configuration"
+        "--all",
+        action="store_true",
+        help="every container of this node with a GPU in its configuration; disable, status: or with our hookscript",
     )
     parser.add_argument(
         "--chain", action="store_true", help="a container's other hookscript stays: ours runs first and then calls it"
@@ -83,18 +85,21 @@ def chosen(args: argparse.Namespace) -> list[int]:
     if bool(args.vmids) == args.all:
         problem = "either containers or --all" if args.all else "say which containers, or --all"
         raise UsageError(f"cannot {args.action}: {problem}", next_step=f"pve-gpu-release hook {args.action} 129")
-    return list(dict.fromkeys(args.vmids)) or gpu_containers()
+    return list(dict.fromkeys(args.vmids)) or concerned(args.action)
 
 
-def gpu_containers() -> list[int]:
-    """Containers of this node with a GPU in their configuration. Raises UnreadableError."""
+def concerned(action: str) -> list[int]:
+    """Containers of this node with a GPU in their configuration, and, but to enable, those that have our hookscript: a
+    GPU may have been taken away since. Raises UnreadableError."""
     from hostd.system.pve import Pve
 
     pve = Pve()
     found = []
     for number in pve.containers():
         config = pve.read_container(number)
-        if config is not None and config.wants_gpu:
+        if config is None:
+            continue
+        if config.wants_gpu or (action != "enable" and is_our_name(config.hookscript)):
             found.append(number)
     return found
 
@@ -131,7 +136,7 @@ def show(args: argparse.Namespace) -> int:
     """0 when every container shown is covered, 3 when one is not, 8 when one does not exist."""
     from hostd.cli.render import table
 
-    numbers = list(dict.fromkeys(args.vmids)) or gpu_containers()
+    numbers = list(dict.fromkeys(args.vmids)) or concerned(args.action)
     drop_ins = {unit: drop_in_state(unit) for unit in UNITS}
     config, problem = read_config(args.config)
     snippets = Snippets(LocalApi())

@@ -70,6 +70,12 @@ def test_what_is_no_snippet_volume(volume: str) -> None:
     assert split_volume(volume) == ("", "")
 
 
+@pytest.mark.parametrize("name", ["own.sh", "it's.sh", "own it's # hard.sh", "a # b", "#", "$(x) # y"])
+def test_the_volume_that_is_called_reads_as_it_was_written(name: str) -> None:
+    text = with_chain(SCRIPT.read_text(), f"/var/lib/vz/snippets/{name}", f"local:snippets/{name}", 5)
+    assert chained_volume(text) == f"local:snippets/{name}"
+
+
 def test_the_script_is_ours_and_can_be_chained() -> None:
     text = SCRIPT.read_text()
     assert is_ours(text) and MARK in text and chained_volume(text) == ""
@@ -193,6 +199,28 @@ def test_a_chained_snippet_stays_while_anybody_has_it(api: FakeApi, where: str) 
     assert file.exists()
 
 
+def test_a_clone_is_not_given_another_script_to_call(api: FakeApi) -> None:
+    """It has its origin's snippet: what that calls stays, until the clone has one of its own."""
+    file = chain(api)
+    api.configs[132] = {"hookscript": "local:snippets/pve-gpu-release-129"}
+    snippets(api).disable(129)
+    third = api.folder / "snippets/third"
+    third.write_text("#!/bin/sh\n")
+    third.chmod(0o755)
+    api.configs[129]["hookscript"] = "local:snippets/third"
+    with pytest.raises(RefusedError, match="container 132 has it too") as caught:
+        snippets(api).enable(129, chain=True)
+    assert "hook enable 132" in caught.value.next_step and chained_volume(file.read_text()) == "local:snippets/other"
+    (api.folder / "134.conf").mkdir()
+    with pytest.raises(UnreadableError, match="who else has it"):
+        snippets(api).enable(129, chain=True)
+    (api.folder / "134.conf").rmdir()
+    snippets(api).enable(132, chain=False)
+    snippets(api).enable(129, chain=True)
+    called = {n: chained_volume((api.folder / f"snippets/pve-gpu-release-{n}").read_text()) for n in (129, 132)}
+    assert called == {129: "local:snippets/third", 132: "local:snippets/other"}
+
+
 @pytest.mark.parametrize("how", ["gone", "storage off"])
 @pytest.mark.parametrize("verb", ["enable", "disable"])
 def test_whom_a_lost_snippet_called_is_not_guessed(api: FakeApi, how: str, verb: str) -> None:
@@ -243,3 +271,23 @@ def test_a_missing_folder_is_said_not_made(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError) as caught:
         install(str(tmp_path / "no/x"), "text")
     assert "mkdir -p" in caught.value.next_step and not (tmp_path / "no").exists()
+
+
+def test_an_installation_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pve-gpu-release").mkdir()
+    with pytest.raises(UnreadableError, match="Is a directory"):
+        install(str(tmp_path / "pve-gpu-release"), "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["pve-gpu-release"]
+
+
+@pytest.mark.parametrize("answer", [None, [], "x", 5, [1]])
+@pytest.mark.parametrize(
+    "path", ["/storage", "/nodes/localhost/storage", "/cluster/status", "/nodes/localhost/lxc/129/config"]
+)
+def test_an_answer_of_another_shape_is_one_that_cannot_be_read(api: FakeApi, path: str, answer: object) -> None:
+    fine = api.get
+    api.get = lambda asked, **more: answer if asked == path else fine(asked, **more)  # type: ignore[method-assign]
+    try:
+        snippets(api).enable(129, chain=False)
+    except (UnreadableError, RefusedError) as exc:
+        assert "cannot" in exc.message
