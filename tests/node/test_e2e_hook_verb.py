@@ -95,11 +95,12 @@ def test_a_foreign_hookscript_is_chained(node: VirtualNode, ct: Container) -> No
 
 
 def test_a_chained_hookscript_has_a_limit(node: VirtualNode, ct: Container) -> None:
-    node.write("/var/lib/vz/snippets/slow", "#!/bin/sh\nexec sleep 1000\n", 0o755)
+    node.write("/var/lib/vz/snippets/slow", "#!/bin/sh\nsleep 1000\n", 0o755)  # its child holds Proxmox's pipe
     ct.hookscript("local:snippets/slow")
     hook(node, "enable", "--chain", "--chain-limit", 1, 129)
     done = node.pct("start", 129, check=False)
     assert done.returncode == 255 and "exit code 124" in done.stderr
+    assert "/var/lib/vz/snippets/slow ended with 124; its limit is 1 s" in done.stdout + done.stderr
 
 
 def test_no_storage_for_snippets_is_said_and_none_is_made(node: VirtualNode, ct: Container) -> None:
