@@ -31,6 +31,17 @@ class Members:
 AMBIGUOUS = "ambiguous-init"
 
 
+def is_init(sources: Sources, process: Process) -> bool:
+    """Pid 1 of a PID namespace right below ours: what ends a container when it ends.
+
+    When its namespace cannot be read (that takes CAP_SYS_PTRACE, and a task past exit has none any more) it counts as one
+    unless it is ending.
+    """
+    if process.ns_pids != (1,) or process.pidns == sources.own_pidns:
+        return False
+    return process.pidns != 0 or not sources.procfs.is_ending(process.pid)
+
+
 class ContainerView:
     """Which processes belong to container `vmid`: its cgroup tree and the PID namespace of its init (DESIGN 3, owner).
 
@@ -56,7 +67,7 @@ class ContainerView:
                 found.init = None
         found.missed = False
         self._add_cgroup_members(found)
-        self._find_init(found)
+        self.find_init(found)
         self._add_namespace_members(found)
         found.blind_spots = list(dict.fromkeys(found.blind_spots))
 
@@ -116,12 +127,9 @@ class ContainerView:
             elif not process.is_zombie and accept(process):
                 found.processes[pid] = process
 
-    def _find_init(self, found: Members) -> None:
-        inits = [
-            p
-            for p in found.processes.values()
-            if p.ns_pids == (1,) and p.pidns not in (0, self._sources.own_pidns) and owner_of(p.cgroup) == self.vmid
-        ]
+    def find_init(self, found: Members) -> None:
+        """Who of the processes known is the init; again whenever one has been added."""
+        inits = [p for p in found.processes.values() if owner_of(p.cgroup) == self.vmid and is_init(self._sources, p)]
         found.inits = frozenset(p.ref for p in inits)
         found.blind_spots = [spot for spot in found.blind_spots if spot.code != AMBIGUOUS]
         if len(inits) > 1:

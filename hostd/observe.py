@@ -156,7 +156,7 @@ class Observer:
         return self.sources.nvml.receive_snapshot()
 
     def _live_foreign(self, snapshot: NvmlSnapshot, members: Members, blind: list[BlindSpot]) -> dict[int, Process]:
-        """The living processes among the listed pids that are not the container's."""
+        """The living processes among the listed pids that are not the container's; its own that were missed are added."""
         found: dict[int, Process] = {}
         listed = {c.pid for gpu in snapshot.gpus for c in gpu.clients}
         for pid in listed - members.processes.keys() - self.sources.helpers():
@@ -171,6 +171,7 @@ class Observer:
                 members.processes[pid] = process
             else:
                 found[pid] = process
+        self.view.find_init(members)
         return found
 
     def _dying(self, facts: Facts) -> frozenset[int]:

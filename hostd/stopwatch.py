@@ -17,6 +17,7 @@ from hostd import audit
 from hostd.clock import boot_s
 from hostd.lifecycle.clearing import Taken, container_runs, members
 from hostd.lifecycle.records import Records, Snapshot, Watched
+from hostd.membership import is_init
 from hostd.model import Fate, Holder, HolderReport, Process, Stuck
 from hostd.observe import Observer
 from hostd.sources import Sources
@@ -171,7 +172,7 @@ def look_after(
 
 def _any_init(sources: Sources, processes: list[Process]) -> Process | None:
     for process in processes:
-        if process.ns_pids == (1,) and process.pidns not in (0, sources.own_pidns):
+        if is_init(sources, process):
             return process
     return None
 

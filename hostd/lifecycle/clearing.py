@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hostd.errors import is_gone
+from hostd.membership import is_init
 from hostd.model import BlindSpot, Process, ProcessRef, Stuck
 from hostd.sources import Sources
-from hostd.system.cgroupfs import MONITOR, PAYLOAD, ContainerCgroup
+from hostd.system.cgroupfs import HIDDEN, MONITOR, PAYLOAD, ContainerCgroup, owner_of
 from hostd.system.pidfd import Pinned
 from hostd.system.procfs import Procfs
 from hostd.triage import stuck_tasks
@@ -62,10 +63,24 @@ class Cleared:
         return [(p.pid, p.comm) for p in self.processes]
 
 
-def container_runs(sources: Sources, vmid: int) -> ProcessRef | None:
-    """The init of a container that really runs: alive, not dying, with a live monitor. None: it does not.
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A container that runs, or may: nothing is killed when in doubt."""
 
-    More than one candidate beside a live monitor counts as running: nothing is killed when in doubt.
+    init: ProcessRef | None
+    """None: whether it runs cannot be told."""
+    doubt: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"runs (init {self.init.pid})" if self.init is not None else f"may run ({self.doubt})"
+
+
+def container_runs(sources: Sources, vmid: int) -> Running | None:
+    """A container that has a live monitor, and an init that is alive and not dying. None: it does not run.
+
+    More than one candidate counts as running, and so does a tree in which somebody cannot be seen. Where a part of the tree
+    could not be walked, every process of the node says itself whether it is in there. Raises OSError.
     """
     monitor = sources.cgroups.open(vmid, MONITOR)
     if monitor is None:
@@ -77,15 +92,15 @@ def container_runs(sources: Sources, vmid: int) -> ProcessRef | None:
     if payload is None:
         return None
     with payload:
-        pids, _ = payload.pids()
-    for pid in sorted(pids):
+        listed, blind = payload.pids()
+    for pid in sorted(listed | set(sources.procfs.pids() if blind else ())):
         process = sources.procfs.read_process(pid) if pid > 1 else None
-        if process is None or process.is_zombie or process.ns_pids != (1,):
+        if process is None or process.is_zombie or not is_init(sources, process):
             continue
-        if process.pidns in (0, sources.own_pidns) or sources.procfs.is_ending(pid):
-            continue
-        return process.ref
-    return None
+        if (pid in listed or owner_of(process.cgroup) == vmid) and not sources.procfs.is_ending(pid):
+            return Running(process.ref)
+    hidden = next((spot for spot in blind if spot.code == HIDDEN), None)
+    return Running(None, f"{hidden.what}: {hidden.error}") if hidden is not None else None
 
 
 def clear(

@@ -68,5 +68,6 @@ def guarded(lifecycle: Lifecycle, journal: Journal | None) -> Outcome:
         if journal is not None:
             context = audit.Context(vmid=lifecycle.event.vmid, phase=lifecycle.event.phase.value)
             journal.send(audit.internal_error("lifecycle", "".join(traceback.format_exception(exc)), context))
-        text = f"internal error, nothing was checked: {type(exc).__name__}: {exc}"
+        what = "cannot look" if isinstance(exc, OSError) else f"internal error: {type(exc).__name__}"
+        text = f"{what}; nothing was checked: {exc}"
         return Outcome(messages=[*lifecycle.outcome.messages, text])

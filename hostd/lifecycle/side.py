@@ -17,7 +17,7 @@ from hostd.climb import Subject
 from hostd.clock import boot_ticks_now
 from hostd.events import Listener
 from hostd.ladder import Options, Resume
-from hostd.lifecycle.clearing import SETTLE_S, Cleared, Taken, clear, container_runs
+from hostd.lifecycle.clearing import SETTLE_S, Cleared, Running, Taken, clear, container_runs
 from hostd.lifecycle.records import Snapshot, pairs
 from hostd.model import Observation, Process, ProcessRef, RungRecord, Step
 from hostd.release import Release
@@ -60,8 +60,8 @@ class SideRelease(Release):
         self.cleared: list[Cleared] = []
         self.last: Observation | None = None
         """The look that the verdict rests on."""
-        self.runs: ProcessRef | None = None
-        """Init of the container when it runs (again): then nothing was touched."""
+        self.runs: Running | None = None
+        """The container runs (again): then nothing was touched."""
         self._used_before: dict[int, int] = {}
         self._inside = {h.ref for h in plan.snapshot.holders if h.inside} if plan.snapshot is not None else set()
         """Holders that are known to run in the PID namespace of the container's init or below it."""

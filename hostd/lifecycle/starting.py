@@ -46,7 +46,7 @@ class Starting:
             return
         running = container_runs(on.sources, vmid)
         if running is not None:
-            on.done("runs", f"container {vmid} runs already (init {running.pid}); nothing was touched")
+            on.done("runs", f"container {vmid} {running.words} already; nothing was touched")
             return
         budget_s = on.settings.hook.pre_start_budget_s
         lock = on.lock(budget_s / 2)
@@ -179,4 +179,4 @@ class Starting:
             on.done("not-running", "the container does not run")
             return
         on.drop_stop()
-        on.done("running", f"init is pid {running.pid}")
+        on.done("running", f"the container {running.words}")

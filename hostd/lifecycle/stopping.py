@@ -96,8 +96,8 @@ class Stopping:
         on = self._on
         running = container_runs(on.sources, on.event.vmid)
         if running is not None:
-            on.say(f"runs (init {running.pid}): no stop to deal with, nothing was touched")
-            on.done("runs-again", f"the container runs (init {running.pid}); nothing was touched")
+            on.say(f"{running.words}: no stop to deal with, nothing was touched")
+            on.done("runs-again", f"the container {running.words}; nothing was touched")
         return running is not None
 
     def _is_same_stop(self, before: Stopped, key: str) -> bool:
@@ -139,7 +139,7 @@ class Stopping:
         on.outcome.next_step = report["next_step"]
         on.say(report["message"])
         if release.runs is not None:
-            on.done("runs-again", f"container {vmid} runs again (init {release.runs.pid}); nothing was touched")
+            on.done("runs-again", f"container {vmid} {release.runs.words} again; nothing was touched")
             return
         on.drop_stop()
         on.done(report["verdict"] or report["reason"], report["message"])

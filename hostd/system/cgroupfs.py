@@ -121,6 +121,10 @@ def _read_at(dir_fd: int, name: str) -> bytes:
         os.close(fd)
 
 
+HIDDEN = "foreign-pidns"
+"""Code of a blind spot: a member is in a PID namespace that cannot be seen from here (cgroup.procs shows 0 for it)."""
+
+
 def _blind(path: str, exc: OSError, code: str = "cgroup-unreadable") -> BlindSpot:
     return BlindSpot("cgroupfs", path, exc.strerror or str(exc), code)
 
@@ -160,12 +164,32 @@ class Cgroupfs:
     def open(self, vmid: int, kind: str = PAYLOAD) -> ContainerCgroup | None:
         """The container's cgroup of this moment; None when there is none. OSError else. `kind`: PAYLOAD or MONITOR."""
         path = f"/{kind}/{vmid}"
+        self._refuse_covered(f"/{kind}")
         try:
-            return ContainerCgroup(os.open(self.mount + path, _DIRECTORY), path, vmid)
+            found = ContainerCgroup(os.open(self.mount + path, _DIRECTORY), path, vmid)
         except OSError as exc:
             if is_gone(exc) and os.path.isdir(self.mount):
                 return None
             raise
+        try:
+            self._refuse_covered(path)
+        except OSError:
+            found.close()
+            raise
+        return found
+
+
+    def _refuse_covered(self, path: str) -> None:
+        """Raises OSError (EXDEV) when another file system is mounted over that part of the hierarchy: what is not found
+        there may be there all the same."""
+        try:
+            there = os.stat(self.mount + path).st_dev
+        except OSError as exc:
+            if is_gone(exc):
+                return
+            raise
+        if there != os.stat(self.mount).st_dev:
+            raise OSError(errno.EXDEV, "another file system is mounted over it", path)
 
 
 class ContainerCgroup:
@@ -484,5 +508,5 @@ class _Walk:
 
     def _hidden(self, path: str) -> None:
         self.blind_spots.append(
-            BlindSpot("cgroupfs", path, "a member is in a PID namespace that cannot be seen from here", "foreign-pidns")
+            BlindSpot("cgroupfs", path, "a member is in a PID namespace that cannot be seen from here", HIDDEN)
         )

@@ -81,6 +81,25 @@ class Container(Scope):
                 self.popen(["furnisher"], exe=self._built.nodetool, env=env, pass_fds=(theirs.fileno(),))
             yield Init.greet(ours)
 
+    @contextmanager
+    def unwalkable(self, cgroups: int = 20_050) -> Iterator[None]:
+        """More cgroups than anybody walks, met before init.scope, where the init is (as with systemd in it)."""
+        tree = self._cgroup_root / self._base
+        (tree / "init.scope").mkdir(exist_ok=True)
+        (tree / "init.scope/cgroup.procs").write_text(str(self.init_process.outer_pid))
+        number = 0
+        while (first := next(os.scandir(tree)).name) == "init.scope" or not (tree / first).is_dir():
+            (tree / f"z{number}").mkdir()
+            number += 1
+        crowd = [tree / first / str(n) for n in range(cgroups)]
+        for path in crowd:
+            path.mkdir()
+        try:
+            yield
+        finally:
+            for path in crowd:
+                path.rmdir()
+
     def members(self) -> list[Process]:
         """The live processes in its payload cgroup and below (handles; the caller need not close them)."""
         found = []

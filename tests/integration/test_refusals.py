@@ -66,6 +66,14 @@ def test_an_init_that_holds_is_refused_and_nobody_is_touched(
     assert lives(other, init) and str(init.pid) in answer.message and "--stop" in answer.json["next_step"]
 
 
+def test_an_init_that_only_the_driver_names_is_refused_all_the_same(product: Product, container: Container) -> None:
+    """The walk of the container's cgroups ended before it came to the init."""
+    init = container.become_holder(argv=("vllm", "serve"), open=ONE_GPU, alloc=("50:1000:compute",))
+    with container.unwalkable():
+        answer = product.release(129, "--now").must_be("would-stop-container")
+        assert lives(init) and any("cgroups" in spot["error"] for spot in answer.json["blind_spots"])
+
+
 def test_stop_may_end_the_init(node: Node, product: Product, container: Container, engine: Engine) -> None:
     other = engine()
     init = container.become_holder(argv=("vllm", "serve"), open=ONE_GPU, alloc=("50:1000:compute",))

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ class Hook:
         base = QUICK if "hook:" in text else QUICK + HOOK_QUICK
         self.node.write("/etc/pve-gpu-release/config.yaml", base + text)
 
-    def __call__(self, phase: str, vmid: int = 129, timeout: float = 60, **env: str) -> Any:
-        command = [sys.executable, "-I", "-S", "-c", RUN, str(vmid), phase]
+    def __call__(
+        self, phase: str, vmid: int = 129, timeout: float = 60, prefix: Sequence[str] = (), **env: str
+    ) -> Any:
+        command = [*prefix, sys.executable, "-I", "-S", "-c", RUN, str(vmid), phase]
         done = self.node.run(command, timeout=timeout, env=env, cwd="/")
         assert done.stdout == "" or done.stdout.endswith("\n")
         assert "Traceback" not in done.stdout + done.stderr, done.stderr

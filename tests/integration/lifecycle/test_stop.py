@@ -42,6 +42,39 @@ def test_a_stop_with_holders_is_verified_against_the_snapshot(
     assert 50 not in held_mib(node)
 
 
+def covered(path: str) -> tuple[str, ...]:
+    return "unshare", "-m", "sh", "-c", f'mount -t tmpfs none /sys/fs/cgroup/{path} && exec "$@"', "sh"
+
+
+@pytest.mark.parametrize(
+    "blinded",
+    [
+        ("setpriv", "--bounding-set", "-sys_ptrace"),
+        ("unshare", "--pid", "--fork", "--mount-proc"),
+        covered("lxc/129"),
+        covered("lxc.monitor"),
+    ],
+    ids=["no ptrace rights", "another PID namespace", "the payload covered", "monitors covered"],
+)
+def test_a_container_that_runs_is_not_taken_for_a_stopped_one(
+    container: Container, hook: Hook, engine: Callable[..., HolderHandle], blinded: tuple[str, ...]
+) -> None:
+    """A late post-stop, or one by hand, of somebody who sees too little to say that it has stopped."""
+    holder = engine()
+    said = hook("post-stop", prefix=blinded).stdout
+    assert "nothing was touched" in said or "nothing was checked" in said
+    assert lives(holder) and container.init_process.alive() and hook.records() == []
+
+
+def test_a_container_with_more_cgroups_than_are_walked_is_not_taken_for_a_stopped_one(
+    container: Container, hook: Hook, engine: Callable[..., HolderHandle]
+) -> None:
+    holder = engine()
+    with container.unwalkable():
+        assert "nothing was touched" in hook("post-stop").stdout
+        assert lives(holder) and container.init_process.alive() and hook.records() == []
+
+
 def test_each_stop_has_its_own_record(node: Node, container: Container, hook: Hook) -> None:
     of_unit(node, INVOCATION)
     container.stop()
