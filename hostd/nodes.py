@@ -75,6 +75,24 @@ def make_nodes(paths: Iterable[str]) -> MadeNodes:
     return result
 
 
+def make_all_nodes() -> MadeNodes:
+    """Loads the driver where it is not, and makes every node that is missing.
+
+    Twice: at a cold boot which GPUs there are is known only once the driver is loaded.
+    """
+    error = "" if _is_loaded() else _by_modprobe([f"{DEV}/nvidia-uvm"])
+    first, second = make_nodes(wanted_paths()), make_nodes(wanted_paths())
+    return MadeNodes([*first.made, *second.made], second.error if _is_loaded() else error or second.error)
+
+
+def _is_loaded() -> bool:
+    """nvidia-uvm has a number: then nvidia, which it needs, has one, too."""
+    try:
+        return node_number("nvidia-uvm", read_driver_numbers(), ()) is not None
+    except OSError:
+        return False
+
+
 def make_nodes_by_unit(paths: Iterable[str]) -> MadeNodes:
     """The same through the oneshot unit, from inside the daemon's sandbox."""
     wanted = missing_paths(paths)
@@ -162,7 +180,7 @@ def _run(words: list[str]) -> str:
 def entry() -> int:
     """The oneshot units. Never fails the boot: what could not be made is said, exit status 0."""
     try:
-        made = make_nodes(wanted_paths())
+        made = make_all_nodes()
         if made.made:
             print(f"made missing device nodes: {', '.join(made.made)}")
         if made.error:
