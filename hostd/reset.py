@@ -14,13 +14,13 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from hostd.errors import RefusedError
 from hostd.lock import RUN_DIR, ensure_run_dir
-from hostd.model import Holder
+from hostd.model import Holder, ProcessRef
 from hostd.resetplan import REBOOT, RECOVERY, Radius, radius_of, vfio_pci
 from hostd.sources import Sources, read_driver
 from hostd.statefile import read_json, write_json
@@ -63,10 +63,18 @@ class Resetter:
     """The sandbox forbids it here: a oneshot unit of its own does it."""
 
     def reset(
-        self, sources: Sources, release_id: str, vmid: int | None, wanted: tuple[str, ...], tell: Callable[[str], None]
+        self,
+        sources: Sources,
+        release_id: str,
+        vmid: int | None,
+        wanted: tuple[str, ...],
+        dealt: Iterable[ProcessRef],
+        tell: Callable[[str], None],
     ) -> Outcome:
-        """Resets the GPUs with these PCI addresses. Raises RefusedError naming everybody else whom it would hit."""
-        radius = look_at_radius(sources, wanted, vmid, self.services)
+        """Resets the GPUs with these PCI addresses. `dealt`: processes of the container that could not be ended. Raises
+        RefusedError naming everybody else whom it would hit."""
+        refs = tuple(dealt)
+        radius = look_at_radius(sources, wanted, refs, self.services)
         refuse(radius, vmid)
         if radius.reboot:
             return Outcome(False, f"the driver asks for {RECOVERY[REBOOT]} for {', '.join(radius.reboot)}", reboot=True)
@@ -74,6 +82,7 @@ class Resetter:
             "release_id": release_id,
             "vmid": vmid,
             "wanted": list(wanted),
+            "dealt": [list(ref) for ref in refs],
             "services": list(self.services),
         }
         sources.nvml.close()  # an open handle is a client, and would be in the way of the reset
@@ -91,14 +100,16 @@ def refuse(radius: Radius, vmid: int | None) -> None:
     raise RefusedError(message, next_step=step, reason="reset-refused", vmid=vmid)
 
 
-def look_at_radius(sources: Sources, wanted: tuple[str, ...], vmid: int | None, services: tuple[str, ...]) -> Radius:
+def look_at_radius(
+    sources: Sources, wanted: tuple[str, ...], dealt: tuple[ProcessRef, ...], services: tuple[str, ...]
+) -> Radius:
     """The radius as it is now: every process of the node is looked at."""
     from hostd.nodeview import look_at_node
 
     view = look_at_node(sources)
     snapshot = sources.nvml.snapshot(nvlink=True)
     holders: tuple[Holder, ...] = view.holders
-    radius = radius_of(snapshot, wanted, holders, vmid, services, vfio_pci(), read_driver([]).gpu_majors)
+    radius = radius_of(snapshot, wanted, holders, dealt, services, vfio_pci(), read_driver([]).gpu_majors)
     blind = [s for s in (*view.blind_spots, *snapshot.blind_spots) if s.code != "detail-unreadable"]
     if blind:  # whoever cannot be seen may be hit
         unseen = tuple(f"what could not be looked at ({s.what}: {s.error})" for s in blind[:3])
@@ -350,10 +361,11 @@ def perform_request(release_id: str, run_dir: str = RUN_DIR) -> int:
     vmid = request.get("vmid")
     wanted = tuple(str(pci) for pci in request.get("wanted", ()))
     services = tuple(str(name) for name in request.get("services", ()))
+    dealt = tuple(ProcessRef(int(pid), int(start)) for pid, start in request.get("dealt", ()))
     asked = {key: request[key] for key in ("release_id", "vmid", "wanted", "services")}
     sources = open_sources(nvml_deadline_s=HEALTH_DEADLINE_S, read_deadline_s=1.0)
     try:
-        radius = look_at_radius(sources, wanted, vmid, services)
+        radius = look_at_radius(sources, wanted, dealt, services)
         sources.nvml.close()
         refuse(radius, vmid)
         outcome = perform(journal, asked, radius, lambda text: print(text, flush=True))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hostd.model import DeviceId, GpuInfo, Holder, NvmlGpu, NvmlSnapshot
+from hostd.model import DeviceId, GpuInfo, Holder, NvmlGpu, NvmlSnapshot, ProcessRef
 
 PCI_DEVICES = "/sys/bus/pci/devices"
 NVIDIA_VENDOR = "0x10de"
@@ -28,7 +28,7 @@ class Radius:
     gpus: tuple[GpuInfo, ...]
     """The GPUs that are reset together: those asked for and every one that is linked with them."""
     others: tuple[str, ...]
-    """Whom it would hit beside the container, each by name; empty: the reset is allowed."""
+    """Whom it would hit beside those it is for, each by name; empty: the reset is allowed."""
     persistence: Mapping[str, bool]
     """UUID -> persistence mode now."""
     reboot: tuple[str, ...] = ()
@@ -39,14 +39,15 @@ def radius_of(
     snapshot: NvmlSnapshot,
     wanted: Iterable[str],
     holders: Iterable[Holder],
-    vmid: int | None,
+    dealt: Iterable[ProcessRef],
     services: Iterable[str] = (),
     vfio: Iterable[str] = (),
     gpu_majors: Iterable[int] = (),
 ) -> Radius:
     """The radius of a reset of the GPUs `wanted` (PCI addresses).
 
-    `holders`: every holder of the node, with its owner. `services`: units of the host that a reset may stop.
+    `holders`: every holder of the node, with its owner. `dealt`: those of the container that the release dealt with, and
+    that could not be ended: the reset is for them, and for nobody else of the container either. `services`: units of the host that a reset may stop.
     `vfio`: addresses that are bound to vfio-pci. `gpu_majors`: of the GPUs' device nodes: who merely has one open is
     hit, too.
     """
@@ -62,9 +63,10 @@ def radius_of(
     declared = {f"/system.slice/{name}" for name in services}
     minors = {g.info.minor for g in gpus}
     nodes = {DeviceId(major, minor) for major in gpu_majors for minor in minors}
+    excused = set(dealt)
     seen: set[int] = set()
     for holder in holders:
-        if not (minors & set(holder.gpus) or nodes & holder.nodes) or (holder.vmid is not None and holder.vmid == vmid):
+        if not (minors & set(holder.gpus) or nodes & holder.nodes) or holder.ref in excused:
             continue
         if holder.vmid is None and holder.process.cgroup in declared:
             continue

@@ -14,7 +14,7 @@ from hostd.errors import RefusedError
 from hostd.figures import excess_mib
 from hostd.judge import judge
 from hostd.lock import RUN_DIR
-from hostd.model import Observation, RungRecord, Step, Stuck, Verdict
+from hostd.model import Observation, ProcessRef, RungRecord, Step, Stuck, Verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ResetRung:
         as it was."""
         assert self._resetter is not None
         climb = self._climb
-        wanted = reset_targets(last, climb.minors | climb.subject.own_minors, climb.stuck)
+        wanted = reset_targets(last, climb.minors | climb.own_minors(), climb.stuck)
         if not wanted:
             return judgement, last
         record = RungRecord(Step.RESET, climb.now_ms())
@@ -69,7 +69,9 @@ class ResetRung:
             climb.listener.waiting(climb.report, f"reset: {what}", climb.elapsed_s())
 
         try:
-            outcome = self._resetter.reset(climb.sources, climb.report.release_id, climb.subject.vmid, wanted, tell)
+            outcome = self._resetter.reset(
+                climb.sources, climb.report.release_id, climb.subject.vmid, wanted, self._dealt(last), tell
+            )
             record.note, record.sent, record.gone = outcome.text, 1, int(outcome.done)
         except RefusedError as exc:
             record.note = exc.message
@@ -83,6 +85,9 @@ class ResetRung:
         judgement = judge(case_of(climb, last))
         step = REBOOT_STEP if outcome.reboot else judgement.next_step
         return replace(judgement, message=f"{judgement.message}; {outcome.text}", next_step=step), last
+
+    def _dealt(self, last: Observation) -> set[ProcessRef]:
+        return {h.ref for h in self._climb.selected(last)} | {s.ref for s in self._climb.stuck}
 
     def explain(self, judgement: Judgement, last: Observation) -> Judgement:
         """Adds to the report what an administrator needs to know of memory that does not come back."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hostd.model import DeviceId, Evidence, GpuInfo, Holder, NvmlGpu, NvmlSnapshot, Process
+from hostd.model import DeviceId, Evidence, GpuInfo, Holder, NvmlGpu, NvmlSnapshot, Process, ProcessRef
 from hostd.reset import Journal, recover
 from hostd.resetplan import radius_of, vfio_pci
 
@@ -28,11 +28,11 @@ def holder(
 
 
 def others(*holders: Holder, gpus: tuple[NvmlGpu, ...] = (gpu(0, A), gpu(1, B)), **options: object) -> tuple[str, ...]:
-    return radius_of(NvmlSnapshot(gpus), [A], holders, 129, gpu_majors=(GPU_MAJOR,), **options).others  # type: ignore[arg-type]
+    return radius_of(NvmlSnapshot(gpus), [A], holders, [ProcessRef(9, 1)], gpu_majors=(GPU_MAJOR,), **options).others  # type: ignore[arg-type]
 
 
 def test_an_idle_gpu_is_alone() -> None:
-    found = radius_of(NvmlSnapshot((gpu(0, A), gpu(1, B, persistence=False))), [A], [], 129)
+    found = radius_of(NvmlSnapshot((gpu(0, A), gpu(1, B, persistence=False))), [A], [], [])
     assert found.others == () and [g.pci_bus_id for g in found.gpus] == [A]
     assert dict(found.persistence) == {"GPU-0": True}
 
@@ -42,7 +42,8 @@ def test_other_containers_and_the_host_are_named(memory: bool) -> None:
     assert others(holder(5, 0, 130, memory=memory)) == ("pid 5 (p5) of container 130",)
     assert others(holder(6, 0, None, memory=memory)) == ("pid 6 (p6) of the host",)
     assert others(holder(7, 1, 130, memory=memory)) == (), "another GPU"
-    assert others(holder(8, 0, 129, memory=memory)) == (), "its own"
+    assert others(holder(8, 0, 129, memory=memory)) == ("pid 8 (p8) of container 129",), "not dealt with"
+    assert others(holder(9, 0, 129, memory=memory)) == (), "the one that it is for"
 
 
 def test_a_minor_of_another_driver_is_no_gpu() -> None:
@@ -58,7 +59,7 @@ def test_declared_services_are_no_obstacle_under_their_own_cgroup_only() -> None
 
 def test_linked_gpus_are_reached_however_far() -> None:
     gpus = (gpu(0, A, B), gpu(1, B, A, C), gpu(2, C, B))
-    found = radius_of(NvmlSnapshot(gpus), [A], [holder(5, 2, 130)], 129, gpu_majors=(GPU_MAJOR,))
+    found = radius_of(NvmlSnapshot(gpus), [A], [holder(5, 2, 130)], [], gpu_majors=(GPU_MAJOR,))
     assert [g.pci_bus_id for g in found.gpus] == [A, B, C] and found.others == ("pid 5 (p5) of container 130",)
 
 
@@ -69,7 +70,7 @@ def test_mig_a_vm_and_an_unknown_peer_refuse() -> None:
 
 
 def test_the_drivers_wish_for_a_reboot_is_told() -> None:
-    assert radius_of(NvmlSnapshot((gpu(0, A, recovery=2),)), [A], [], 129).reboot == ("GPU 0",)
+    assert radius_of(NvmlSnapshot((gpu(0, A, recovery=2),)), [A], [], []).reboot == ("GPU 0",)
 
 
 def device(root: Path, pci: str, vendor: str = "0x10de", kind: str = "0x030200", driver: str = "") -> None:

@@ -93,6 +93,28 @@ def test_anybody_else_on_the_gpu_refuses_it(
     assert_as_before(workshop)
 
 
+@pytest.mark.parametrize("words", [("--gpu", "0"), ("--pid",)], ids=["gpu", "pid"])
+def test_what_was_not_selected_refuses_it_or_is_left_out(
+    node: Node, product: Product, container: Container, workshop: Workshop, words: tuple[str, ...]
+) -> None:
+    """Both GPUs are the container's; its other job goes on, and a GPU that was not selected is not reset."""
+    node.configure(129, "dev0: /dev/nvidia0\ndev1: /dev/nvidiactl\ndev2: /dev/nvidia-uvm\ndev3: /dev/nvidia1\n")
+    mine = container.spawn_holder(open=ONE_GPU, alloc=("50:4000:compute",))
+    where = ONE_GPU if words == ("--pid",) else ("/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm")
+    other = container.spawn_holder(
+        open=where, alloc=("50:100:compute" if where is ONE_GPU else "51:100:compute",), comm="job"
+    )
+    node.control(ghost_mib={50: 5000, 51: 3000}, leak_mib=500, persistence={50: 1, 51: 1})
+    chosen = (*words, f"host:{mine.pid}") if words == ("--pid",) else words
+    answer = product.release(129, "--now", "--reset", *chosen)
+    assert other.alive() and not mine.alive()
+    if words == ("--pid",):
+        answer.must_be("reset-refused")
+        assert f"pid {other.pid} (job) of container 129" in answer.message and workshop.log("smi") == []
+    else:
+        assert workshop.log("smi") == [f"--gpu-reset -i {GPU0}"], answer.out
+
+
 def test_auto_leaves_the_verdict_when_it_is_refused(node: Node, product: Product, workshop: Workshop) -> None:
     product.configure("ladder: {reset: auto, drain_grace: 1}\n")
     node.container(130).spawn_holder(open=("/dev/nvidia0",))
