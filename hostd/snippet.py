@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hostd import __version__
 from hostd.errors import NoSuchContainerError, PgrError, RefusedError, UnreadableError
 
 Json = dict[str, Any]
@@ -26,6 +27,8 @@ MARK = "# pve-gpu-release: hookscript of Proxmox containers"
 """In the first lines of every copy of ours."""
 CONFIGURATIONS = "/etc/pve/nodes/*/lxc/*.conf"
 """Of every container of the cluster, with its snapshots (pct.conf(5))."""
+REINSTALL = f"apt install --reinstall ./pve-gpu-release_{__version__}_all.deb"
+"""No archive has the package: it comes back from the file that it was installed from."""
 CHAIN_LIMIT_S = 60
 API_TIMEOUT_S = 30
 """pvesh waits up to 10 s for a container's lock."""
@@ -423,7 +426,7 @@ class Snippets:
                 return file.read()
         except OSError as exc:
             raise UnreadableError(
-                f"cannot read {self._source}: {exc.strerror}", next_step="apt install --reinstall pve-gpu-release"
+                f"cannot read {self._source}: {exc.strerror}", next_step=f"{REINSTALL}  # the file that it was installed from"
             ) from exc
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _HEAD = re.compile(r"(?:([a-z]+):\s*)?(\S+)\s*")
+_HOSTPCI = re.compile(r"hostpci[0-9]+")
 _NETWORK = frozenset(("nfs", "cifs", "glusterfs", "cephfs"))
 
 
@@ -97,6 +98,20 @@ def parse_volume(text: str) -> Volume | None:
     if not colon or folder != "snippets" or not name or "/" in name or name in (".", ".."):
         return None
     return Volume(storage, name)
+
+
+def parse_hostpci_keys(text: str) -> dict[str, str]:
+    """qemu-server/VMID.conf, its current section: each address and each name of a mapping -> `hostpciN`."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("["):
+            break
+        key, _, value = line.partition(":")
+        for option in value.split(",") if _HOSTPCI.fullmatch(key) else ():
+            kind, equals, content = option.strip().partition("=")
+            if not equals or kind in ("host", "mapping"):
+                found |= {part.strip(): key for part in (content if equals else kind).split(";")}
+    return found
 
 
 def parse_pci_mappings(text: str, node: str) -> dict[str, tuple[str, ...]]:

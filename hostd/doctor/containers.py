@@ -108,19 +108,21 @@ def passthrough(facts: Facts) -> Results:
     mappings = facts.get("pci_mappings")
     users = container_gpus(facts)
     for vm in facts.get("vms"):
-        ways = [(address, f"hostpci {address}") for address in vm.addresses]
+        keys = facts.hostpci_keys(vm.vmid)
+        ways = [(address, f"hostpci {address}", keys.get(address, "hostpciN")) for address in vm.addresses]
         for name in vm.mappings:
             if name not in mappings:
                 yield Blind(f"PCI mapping {name} of VM {vm.vmid}", "not in mapping/pci.cfg")
-            ways += [(address, f"mapping {name} = {address}") for address in mappings.get(name, ())]
-        for address, how in ways:
+            key = keys.get(name, "hostpciN")
+            ways += [(address, f"mapping {name} = {address}", key) for address in mappings.get(name, ())]
+        for address, how, key in ways:
             for gpu, vmids in users:
                 if same_device(address, gpu.pci_bus_id):
                     for vmid in vmids:
                         yield found(
                             "vm-uses-gpu",
                             f"VM {vm.vmid} ({vm.name}): {how}; container {vmid}: node of minor {gpu.minor}",
-                            vmid=vmid, vm=vm.vmid, gpu=gpu_name(gpu), how=how,
+                            vmid=vmid, vm=vm.vmid, gpu=gpu_name(gpu), how=how, key=key,
                         )  # fmt: skip
     yield from _on_vfio()
 
@@ -133,7 +135,7 @@ def container_gpus(facts: Facts) -> list[tuple[GpuInfo, list[int]]]:
         for path in config.gpu_paths:
             try:
                 info = os.stat(path)
-            except OSError:
+            except (OSError, ValueError):
                 continue  # another check's finding
             if stat.S_ISCHR(info.st_mode) and os.major(info.st_rdev) in facts.driver.gpu_majors:
                 users.setdefault(os.minor(info.st_rdev), []).append(vmid)

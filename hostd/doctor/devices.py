@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hostd import syscalls
+from hostd.doctor import mends
 from hostd.doctor.facts import Facts, Look
 from hostd.doctor.finding import Blind, Finding, Results
 from hostd.doctor.kinds import found
+from hostd.doctor.shell import Shell, remark
 from hostd.errors import is_gone
 from hostd.model import DeviceId, DriverNumbers
 from hostd.system.pve import ContainerConfig, MountEntry
@@ -21,7 +23,7 @@ _RESOLVE_IN_ROOT = 0x10
 """openat2(2): absolute paths and links stay below the directory given."""
 _DYNAMIC = (*range(234, 255), *range(384, 512))
 """Majors that the kernel hands out (include/linux/fs.h, CHRDEV_MAJOR_DYN_*)."""
-_RULE = re.compile(r"([abc])(?:\s+(\*|\d+):(\*|\d+)(?:\s+([rwm]+))?)?")
+_RULE = re.compile(r"([abc])(?:\s+(\*|\d{1,10}):(\*|\d{1,10})(?:\s+([rwm]+))?)?", re.ASCII)
 CAPS = "/dev/nvidia-caps"
 UVM = "/dev/nvidia-uvm"
 
@@ -98,32 +100,38 @@ def host_nodes(facts: Facts) -> Results:
                 optional.append(given.path)
         if optional:
             entries = "; ".join(f"lxc.mount.entry {path}: optional" for path in optional)
-            yield found("optional-mount", entries, vmid=vmid, paths=", ".join(optional), first=optional[0])
+            mend = mends.mandatory_mounts(vmid)
+            yield found("optional-mount", entries, vmid=vmid, paths=", ".join(optional), mend=mend)
 
 
 def _host_node(facts: Facts, vmid: int, given: Given) -> Results:
     try:
         info = os.stat(given.path)
-    except OSError as exc:
-        if not is_gone(exc):
-            yield Blind(given.path, str(exc))
+    except (OSError, ValueError) as exc:  # ValueError: a NUL byte in the path
+        if not isinstance(exc, OSError) or not is_gone(exc):
+            yield Blind(f"{given.path} of container {vmid}", str(exc))
             return
         optional = given.mount is not None and given.mount.optional
         code = "optional-mount-hides-loss" if optional else "device-missing"
-        yield found(code, f"{given.path}: no such file", vmid=vmid, path=given.path, key=given.key)
+        make = mends.make_node(given.path, vmid, given.key, given.mount)
+        yield found(code, f"{given.path}: no such file", vmid=vmid, path=given.path, key=given.key, make=make)
         return
     if stat.S_ISDIR(info.st_mode) and given.mount is not None and "create=dir" in given.mount.options:
         return
     evidence = f"{given.path}: {describe(info)}"
+    mend = mends.replace_node(given.path, stat.S_ISDIR(info.st_mode), vmid, given.key, given.mount)
     if not stat.S_ISCHR(info.st_mode):
+        kind = kind_of(info.st_mode)
         yield found(
-            "device-wrong-type", evidence, vmid=vmid, path=given.path, kind=kind_of(info.st_mode), key=given.key
+            "device-wrong-type", evidence, vmid=vmid, path=given.path, kind=kind, key=given.key, mend=mend
         )
         return
     major = os.major(info.st_rdev)
     if facts.driver.present and major not in facts.driver:
         owner = whose(major, facts.get("device_owners"))
-        yield found("device-stale", evidence, vmid=vmid, path=given.path, major=major, whose=owner, key=given.key)
+        yield found(
+            "device-stale", evidence, vmid=vmid, path=given.path, major=major, whose=owner, key=given.key, mend=mend
+        )
 
 
 def describe(info: os.stat_result) -> str:
@@ -151,6 +159,8 @@ def _nodes_of(facts: Facts, vmid: int, init: int, config: ContainerConfig) -> Re
     try:
         for given in given_to(config):
             try:
+                if "\0" in given.inside:  # openat2 would look at what stands before it
+                    raise OSError(errno.EINVAL, "embedded null byte")
                 fd = syscalls.openat2(root, given.inside, os.O_PATH | os.O_NOFOLLOW, _RESOLVE_IN_ROOT)
             except OSError as exc:
                 if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
@@ -170,7 +180,9 @@ def _node_inside(facts: Facts, vmid: int, path: str, info: os.stat_result, given
         return
     evidence = f"{path} in container {vmid}: {describe(info)}"
     if not stat.S_ISCHR(info.st_mode):
-        yield found("container-node-wrong-type", evidence, vmid=vmid, path=path, kind=kind_of(info.st_mode))
+        recursive = Shell("-r " if stat.S_ISDIR(info.st_mode) else "")
+        kind = kind_of(info.st_mode)
+        yield found("container-node-wrong-type", evidence, vmid=vmid, path=path, kind=kind, recursive=recursive)
     elif facts.driver.present and os.major(info.st_rdev) not in facts.driver:
         major = os.major(info.st_rdev)
         owner = whose(major, facts.get("device_owners"))
@@ -187,11 +199,13 @@ def rules(facts: Facts) -> Results:
     for vmid, config in facts.get("gpu_containers").items():
         paths = {given.path for given in given_to(config)}
         gpus = sorted(path for path in paths if re.fullmatch(r"/dev/nvidia\d+", path))
-        key = f"dev{max((int(d.key[3:]) for d in config.dev_entries), default=-1) + 1}"
+        free = mends.free_keys(config)
         if gpus and UVM not in paths:
-            yield found("uvm-not-given", f"given: {', '.join(sorted(paths))}", vmid=vmid, key=key)
+            mend = mends.give(vmid, free, UVM)
+            yield found("uvm-not-given", f"given: {', '.join(sorted(paths))}", vmid=vmid, mend=mend)
+            free = free[1:]
         if gpus and mig and not any(path.startswith(CAPS) for path in paths):
-            yield found("caps-not-given", f"given: {', '.join(sorted(paths))}", vmid=vmid, key=key)
+            yield found("caps-not-given", f"given: {', '.join(sorted(paths))}", vmid=vmid, key=free[0] if free else "devN")
         if facts.driver.present:
             yield from check_rules(vmid, config, mounted_nodes(config), facts.driver, facts.get("device_owners"))
 
@@ -209,8 +223,8 @@ def mounted_nodes(config: ContainerConfig) -> dict[str, DeviceId]:
                 info = os.stat(path)
                 if stat.S_ISCHR(info.st_mode):
                     nodes[path] = DeviceId(os.major(info.st_rdev), os.minor(info.st_rdev))
-        except OSError:
-            continue  # what is missing is another check's finding
+        except (OSError, ValueError):
+            continue  # what is missing, or no path at all, is another check's finding
     return nodes
 
 
@@ -244,4 +258,7 @@ def check_rules(
         if major not in owners or missing:
             owner = whose(major, owners)
             evidence = f"rule {rule.text}; NVIDIA's majors now: {now}"
-            yield found("allow-stale-major", evidence, vmid=vmid, rule=rule.text, major=major, whose=owner, now=now)
+            yield found(
+                "allow-stale-major", evidence, vmid=vmid, rule=rule.text, major=major, whose=owner, now=remark(now),
+                mend=mends.take_out_rule(vmid, rule.text),
+            )  # fmt: skip

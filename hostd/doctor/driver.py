@@ -8,6 +8,7 @@ from hostd.doctor import origin
 from hostd.doctor.facts import Facts, Look
 from hostd.doctor.finding import Blind, CannotLookError, Results, Skipped
 from hostd.doctor.kinds import found
+from hostd.doctor.shell import Shell, word
 from hostd.model import GpuInfo, GpuState, NvmlGpu
 from hostd.system import devices, kmsg
 from hostd.system.kmsg import Severity as XidSeverity
@@ -17,11 +18,13 @@ SLOW_S = 2.0
 """Importing the library takes 0.05 s and opening the GPUs 0.01 s with persistence mode (FACTS)."""
 PERSISTENCED = "nvidia-persistenced"[:15]
 """As the kernel cuts names."""
+RESET = "nvidia-smi --gpu-reset -i {gpu}  # when nobody is on it any more: pve-gpu-release ps"
+REBOOT = "systemctl reboot  # of the node"
 ACTIONS = {
-    1: ("a reset", "nvidia-smi --gpu-reset -i {uuid}, when nobody is on it (pve-gpu-release ps)"),
-    2: ("a reboot", "reboot the node"),
-    3: ("draining P2P traffic", "end what uses it by NVLink (pve-gpu-release ps)"),
-    4: ("draining and a reset", "end what runs on it (pve-gpu-release ps), then nvidia-smi --gpu-reset -i {uuid}"),
+    1: ("a reset", RESET),
+    2: ("a reboot", REBOOT),
+    3: ("draining P2P traffic", "pve-gpu-release ps  # end what uses it by NVLink"),
+    4: ("draining and a reset", RESET),
 }
 """Values of field 230 (FACTS) but 0, none."""
 KERNEL_LOG_BYTES = 32 << 20
@@ -34,6 +37,11 @@ def gpu_name(info: GpuInfo) -> str:
     """As administrators know it: `GPU 0 (0000:3b:00.0)`."""
     place = info.pci_bus_id or f"minor {info.minor}"
     return f"GPU {info.index} ({place})" if info.index is not None else f"GPU {place}"
+
+
+def smi_name(info: GpuInfo) -> str:
+    """As nvidia-smi -i takes it."""
+    return info.uuid or info.pci_bus_id
 
 
 def loaded(facts: Facts) -> Results:
@@ -64,7 +72,7 @@ def nvml(facts: Facts) -> Results:
         if spot.code == "driver-mismatch":
             evidence += f"; kernel module {devices.read_driver_version() or 'of unknown version'}"
         command = _library_command(spot.error) if spot.code == "nvml-missing" else ""
-        yield found(codes.get(spot.code, "nvml-silent"), evidence, command=command)
+        yield found(codes.get(spot.code, "nvml-silent"), evidence, command=Shell(command))
     if not look.snapshot.blind_spots and look.took_s is not None and look.took_s >= SLOW_S:
         yield found("nvml-slow", f"first answer after {look.took_s:.1f} s", took=f"{look.took_s:.1f} s")
 
@@ -81,10 +89,10 @@ def persistence(facts: Facts) -> Results:
     for gpu in _answered(facts):
         if gpu.persistence_mode is False:
             name = gpu_name(gpu.info)
-            yield found("persistence-off", f"{name}: persistence mode disabled", gpu=name, uuid=gpu.info.uuid)
+            yield found("persistence-off", f"{name}: persistence mode disabled", gpu=name, uuid=smi_name(gpu.info))
     if PERSISTENCED not in facts.get("commands").values():
         command = origin.persistenced_advice(origin.read_origin())
-        yield found("persistenced-absent", "no process of that name", command=command)
+        yield found("persistenced-absent", "no process of that name", command=Shell(command))
 
 
 def health(facts: Facts) -> Results:
@@ -99,13 +107,13 @@ def health(facts: Facts) -> Results:
             yield found("gpu-lost", f"{gpu.error_code}: {gpu.error}", gpu=gpu_name(gpu.info), error=gpu.error)
         action = gpu.recovery_action or 0
         if action:
-            words, advice = ACTIONS.get(action, (f"action {action}", "see the driver's documentation"))
+            words, advice = ACTIONS.get(action, (f"action {action}", "nvidia-smi -q -i {gpu}  # and the driver's documentation"))
             yield found(
                 "recovery-needed",
                 f"field 230 is {action}",
                 gpu=gpu_name(gpu.info),
                 action=words,
-                advice=advice.format(uuid=gpu.info.uuid),
+                advice=Shell(advice.format(gpu=word(smi_name(gpu.info)))),
             )
     on_gpu = {minor for holder in look.view.holders for minor in holder.gpus}
     for state in look.view.gpus:
@@ -113,7 +121,7 @@ def health(facts: Facts) -> Results:
             held = "; processes have it open" if state.info.minor in on_gpu else ""
             evidence = f"{state.used_mib} MiB in use, {state.ghost_mib} MiB of them nobody's{held}"
             yield found(
-                "ghost-memory", evidence, ghost=state.ghost_mib, gpu=gpu_name(state.info), uuid=state.info.uuid
+                "ghost-memory", evidence, ghost=state.ghost_mib, gpu=gpu_name(state.info), uuid=smi_name(state.info)
             )
 
 
@@ -140,8 +148,8 @@ def kernel_log(facts: Facts) -> Results:
             yield found("xid-past", evidence, xid=xid)
             continue
         reboot = xid.meaning.severity is XidSeverity.REBOOT
-        mend = "reboot the node" if reboot else f"nvidia-smi --gpu-reset -i {pci}, when nobody is on it"
-        yield found("xid-needs-reset", evidence, xid=xid, advice=xid.advice, mend=mend)
+        mend = REBOOT if reboot else RESET.format(gpu=word(pci))
+        yield found("xid-needs-reset", evidence, xid=xid, advice=xid.advice, mend=Shell(mend))
 
 
 def read_kernel_log(path: str = kmsg.PATH) -> list[Xid]:

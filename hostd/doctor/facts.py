@@ -17,7 +17,7 @@ from typing import Any
 
 from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, load
 from hostd.disposable import Outcome, call_with_deadline
-from hostd.doctor.cluster import Storage, parse_pci_mappings, parse_storages
+from hostd.doctor.cluster import Storage, parse_hostpci_keys, parse_pci_mappings, parse_storages
 from hostd.doctor.commands import SYSTEMCTL, installed, run_tool
 from hostd.doctor.finding import Blind, CannotLookError
 from hostd.doctor.units import UnitFiles, parse_show
@@ -36,8 +36,9 @@ from hostd.system.pve import ContainerConfig, Pve, VmPassthrough
 
 PVE_DEADLINE_S = 2.0
 TOOL_DEADLINE_S = 5.0
-_MAX_UNREADABLE = 2
-"""Configurations that may fail before the rest is not tried: each may cost its deadline."""
+CONTAINER_UNIT = "pve-container@.service"
+_MAX_SILENT = 2
+"""Configurations that may cost their deadline before the rest is not tried."""
 SHOWN = "Id,LoadState,ActiveState,SubState,UnitFileState,FragmentPath,DropInPaths,NeedDaemonReload"
 
 
@@ -175,14 +176,18 @@ class Facts:
     @cached_property
     def containers(self) -> dict[int, ContainerConfig]:
         """Configurations of this node's containers; those that cannot be read are in `unread`."""
+        self._need_pve()
         found = {}
+        silent = 0
         for vmid in self.pve.containers():
-            if len(self.unread) >= _MAX_UNREADABLE:
+            if silent >= _MAX_SILENT:
                 raise CannotLookError(f"cannot read {self.pve_root}: {self.unread[-1].error}")
+            begun_s = time.monotonic()
             try:
                 config = self.pve.read_container(vmid)
-            except UnreadableError as exc:
-                self.unread.append(Blind(f"configuration of container {vmid}", exc.message))
+            except (UnreadableError, ValueError) as exc:  # ValueError: a number with thousands of digits
+                self.unread.append(Blind(f"configuration of container {vmid}", str(exc)))
+                silent += time.monotonic() - begun_s >= PVE_DEADLINE_S
                 continue
             if config is not None:
                 found[vmid] = config
@@ -195,7 +200,24 @@ class Facts:
 
     @cached_property
     def vms(self) -> list[VmPassthrough]:
+        self._need_pve()
         return self.pve.vms_with_hostpci()
+
+    def hostpci_keys(self, vmid: int) -> dict[str, str]:
+        """What is passed through to a VM, an address or the name of a mapping -> its key (`hostpci0`)."""
+        return parse_hostpci_keys(self._pve_text(f"qemu-server/{vmid}.conf"))
+
+    @cached_property
+    def pve_missing(self) -> bool:
+        """A Proxmox VE node on which pmxcfs does not run: its directory is empty, or not there."""
+        path = os.path.join(self.pve_root, "local")
+        proxmox = self.get("unit_files").find(CONTAINER_UNIT) is not None
+        return proxmox and self._read(lambda: os.fsencode(os.readlink(path)), path) is None
+
+    def _need_pve(self) -> None:
+        """No configurations is not the same as no containers."""
+        if self.get("pve_missing"):
+            raise CannotLookError(f"cannot read {self.pve_root}: pmxcfs is not mounted there")
 
     @cached_property
     def node_name(self) -> str:

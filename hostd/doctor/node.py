@@ -10,6 +10,7 @@ from hostd.doctor import origin
 from hostd.doctor.facts import Facts
 from hostd.doctor.finding import Results
 from hostd.doctor.kinds import found
+from hostd.doctor.shell import Shell, word
 from hostd.errors import UnreadableError
 from hostd.system import journal
 from hostd.system.cgroupfs import find_mount
@@ -17,6 +18,7 @@ from hostd.system.pidns import FIRST_INODE, own_inode
 
 FULL_SPEED_KERNEL = (6, 11)
 JOURNALD_CONF = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
+PERSISTENT_CONF = "99-persistent.conf"
 VAR_LOG_JOURNAL = "/var/log/journal"
 MODULES = {
     "pynvml-missing": ("pynvml",),
@@ -77,7 +79,7 @@ def modules(facts: Facts) -> Results:
                 if code != "pynvml-missing":
                     yield found(code, evidence)
                 elif facts.driver.present:  # nothing can be asked without a driver
-                    yield found(code, evidence, command=origin.pynvml_advice(origin.read_origin()))
+                    yield found(code, evidence, command=Shell(origin.pynvml_advice(origin.read_origin())))
                 break
 
 
@@ -95,9 +97,28 @@ def journal_state(_facts: Facts) -> Results:
     storage, path = read_journal_storage()
     where = f"Storage={storage} in {path}" if path else "Storage= is not set, the default is auto"
     if storage in ("volatile", "none"):
-        yield found("journal-not-persistent", where, why=f"Storage={storage}")
+        setting = persistent_setting(path)
+        yield found("journal-not-persistent", where, why=f"Storage={storage}", setting=setting)
     elif storage != "persistent" and not os.path.isdir(VAR_LOG_JOURNAL):
-        yield found("journal-not-persistent", f"{where}; {VAR_LOG_JOURNAL} does not exist", why=f"no {VAR_LOG_JOURNAL}")
+        why = f"no {VAR_LOG_JOURNAL}"
+        yield found("journal-not-persistent", f"{where}; {VAR_LOG_JOURNAL} does not exist", why=why, setting=Shell(""))
+
+
+def persistent_setting(said_by: str) -> Shell:
+    """A drop-in of the administrator's that is read after the file that says otherwise."""
+    name = os.path.basename(said_by)
+    if not os.path.dirname(said_by).endswith(".d") or name < PERSISTENT_CONF:
+        name = PERSISTENT_CONF
+    else:
+        name = f"{name.removesuffix('.conf')}~.conf"
+    folder = f"{JOURNALD_CONF[0]}/journald.conf.d"
+    text = word("[Journal]\\nStorage=persistent\\n")
+    return Shell(f"mkdir -p {folder} && printf {text} > {word(f'{folder}/{name}')} && ")
+
+
+def pve(facts: Facts) -> Results:
+    if facts.pve_missing:
+        yield found("pve-missing", f"{facts.pve_root}/local does not exist")
 
 
 def read_journal_storage(directories: tuple[str, ...] = JOURNALD_CONF) -> tuple[str, str]:

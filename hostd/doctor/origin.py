@@ -28,7 +28,8 @@ PIP = (
     "apt install --no-install-recommends python3-pip && "
     "python3 -m pip install --break-system-packages nvidia-ml-py"
 )
-PACKAGE = "apt install python3-pynvml (Debian component contrib)"
+PACKAGE = "apt install python3-pynvml"
+CONTRIB = "of Debian's component contrib"
 DAEMON_UNIT = "systemctl enable --now nvidia-persistenced"
 
 
@@ -69,27 +70,33 @@ def parse_packages(text: str) -> bool:
 def pynvml_advice(origin: Origin) -> str:
     """The command that brings pynvml and touches nothing of the driver."""
     if origin is Origin.PACKAGES:
-        return PACKAGE
+        return f"{PACKAGE}  # {CONTRIB}"
     if origin is Origin.INSTALLER:
-        return f"{PIP} (not python3-pynvml: apt would bring Debian's driver, which uninstalls NVIDIA's)"
-    library = library_advice(origin)
-    return f"{library}. Then, driver from packages: {PACKAGE}; driver from NVIDIA's .run: {PIP}"
+        return f"{PIP}  # not python3-pynvml: apt would bring Debian's driver, which uninstalls NVIDIA's"
+    return f"{library_advice(origin)}; then, driver from packages: {PACKAGE}, {CONTRIB}; driver from NVIDIA's .run: {PIP}"
 
 
 def library_advice(origin: Origin) -> str:
-    """What brings the library itself, in the version of the kernel module."""
+    """What brings the library itself, in the version of the kernel module. Where nobody knows how the driver came, a
+    look at what there is: apt beside a driver of the installer's would take that one off."""
     version = devices.read_driver_version() or "VERSION"
     package = "apt install --reinstall libnvidia-ml1"
-    installer = f"sh NVIDIA-Linux-{os.uname().machine}-{version}.run"
-    if origin is not Origin.NONE:
-        return package if origin is Origin.PACKAGES else installer
-    return f"the driver's {LIBRARY}, version {version}: {package} (driver from packages) or {installer} (NVIDIA's installer)"
+    installer = f"sh ./NVIDIA-Linux-{os.uname().machine}-{version}.run"
+    if origin is Origin.PACKAGES:
+        return package
+    if origin is Origin.INSTALLER:
+        return f"{installer}  # the file that the driver was installed from"
+    return (
+        f"dpkg -l '*nvidia*'; cat /proc/driver/nvidia/version  # {LIBRARY} of version {version} is missing: {package} when the "
+        f"driver is from packages, else {installer}"
+    )
 
 
 def persistenced_advice(origin: Origin) -> str:
     if origin is Origin.PACKAGES:
         return f"apt install nvidia-persistenced && {DAEMON_UNIT}"
     return (
-        "NVIDIA's installer brings it: tar xf /usr/share/doc/NVIDIA_GLX-1.0/sample*/nvidia-persistenced-init.tar.bz2, "
-        f"run the install.sh in there, then {DAEMON_UNIT} (not Debian's package beside a .run driver)"
+        "tar -C /root -xf /usr/share/doc/NVIDIA_GLX-1.0/sample*/nvidia-persistenced-init.tar.bz2 && "
+        f"cd /root/nvidia-persistenced-init && sh ./install.sh systemd && {DAEMON_UNIT}"
+        "  # NVIDIA's installer brought it; not Debian's package beside a .run driver"
     )

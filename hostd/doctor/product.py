@@ -8,14 +8,19 @@ from typing import Any
 
 from hostd.clock import boot_s
 from hostd.doctor.facts import Facts, Settings
-from hostd.doctor.finding import Results
+from hostd.doctor.finding import Results, Skipped
 from hostd.doctor.kinds import found
+from hostd.doctor.kinds.hooks import FROM_FILE, RELOADED
+from hostd.doctor.kinds.product import MAKE_RUN_DIR
+from hostd.doctor.shell import Shell, remark, word
 from hostd.lifecycle.records import Records, Started, Watched
 from hostd.lock import RUN_DIR
 from hostd.store import Store
 from hostd.system.procfs import Procfs
 
 SOCKET_UNIT = "pve-gpu-hostd.socket"
+SERVICE_UNIT = "pve-gpu-hostd.service"
+ENABLE = f"systemctl unmask {SOCKET_UNIT}; systemctl enable --now {SOCKET_UNIT}"
 DAEMON_DEADLINE_S = 3.0
 
 
@@ -26,7 +31,16 @@ def daemon(facts: Facts) -> Results:
     unit = facts.unit_files.find(SOCKET_UNIT)
     if unit is None or unit.masked or not facts.unit_files.enabled(SOCKET_UNIT):
         state = "not installed" if unit is None else "masked" if unit.masked else "not enabled"
-        yield found("socket-not-enabled", unit.path if unit else f"no {SOCKET_UNIT}", state=state)
+        mend = Shell(ENABLE if unit else f"{RELOADED} && {ENABLE}{FROM_FILE}")
+        yield found("socket-not-enabled", unit.path if unit else f"no {SOCKET_UNIT}", state=state, mend=mend)
+    service = facts.unit_files.find(SERVICE_UNIT)
+    if service is not None and service.masked:
+        yield found("daemon-masked", f"{service.path} is empty or a link to /dev/null")
+    if unit is None or (service is not None and service.masked):
+        return  # what mends that starts the socket, too
+    if os.path.lexists(RUN_DIR) and (os.path.islink(RUN_DIR) or not os.path.isdir(RUN_DIR)):
+        yield Skipped(f"{RUN_DIR} is no directory")
+        return
     active = facts.get("units").get(SOCKET_UNIT, {}).get("ActiveState", "") if facts.booted else ""
     if not os.path.exists(SOCKET_PATH) or active not in ("", "active"):
         state = f"the socket unit is {active}" if active else "no socket"
@@ -41,16 +55,18 @@ def daemon(facts: Facts) -> Results:
 
 def configuration(facts: Facts) -> Results:
     settings: Settings = facts.get("settings")
+    named = facts.config_path
     for problem in settings.problems:
-        yield found("config-broken", facts.config_path, problem=problem)
+        yield found("config-broken", facts.config_path, problem=problem, file=named)
     for notice in settings.config.notices:
-        yield found("config-ignored", facts.config_path, problem=notice)
+        yield found("config-ignored", facts.config_path, problem=notice, file=named)
 
 
 def records(_facts: Facts) -> Results:
     """Releases that were cut off, starts that the gate refused, stops that hang."""
-    for record in Store().all():
-        if record.get("report") is None and not is_at_work(record):
+    written = Store().all()
+    for record in written:
+        if record["report"] is None and not (is_at_work(record) or is_answered(record, written)):
             rungs = record.get("rungs") or [{}]
             step = rungs[-1].get("step", "the first look")
             evidence = f"record {record['release_id']}, started {record.get('started', '?')}, no report"
@@ -62,12 +78,26 @@ def records(_facts: Facts) -> Results:
             said = " / ".join(start.messages) or "no message"
             reason = start.messages[-1] if start.messages else "a GPU was dirty"
             evidence = f"at {start.phase}, {_ago(start.at_s)}: {said}"
-            yield found("start-refused", evidence, vmid=vmid, reason=reason, release_id=start.release_id or "ID")
+            why = Shell(f"pve-gpu-release explain {word(start.release_id)}" if start.release_id else f"pve-gpu-release log {vmid}")
+            yield found("start-refused", evidence, vmid=vmid, reason=reason, why=why)
     for vmid in kept.vmids(Watched):
         stop = kept.read(Watched, vmid)
         if stop is not None and stop.reports:
-            mend = stop.next_step or f"pve-gpu-release {vmid}; pve-gpu-release status"
-            yield found("stop-hangs", stop.message, vmid=vmid, since=_ago(stop.since_s), mend=mend)
+            advice = remark(stop.next_step or "what is left of it")
+            yield found("stop-hangs", stop.message, vmid=vmid, since=_ago(stop.since_s), advice=advice)
+
+
+def is_answered(record: dict[str, Any], written: list[dict[str, Any]]) -> bool:
+    """A dry run owes nothing; else a whole release of the container has been made since."""
+    return record.get("dry_run") is True or any(
+        later["report"] is not None
+        and later["vmid"] == record["vmid"]
+        and later["at_ticks"] > record["at_ticks"]
+        and later.get("dry_run") is not True
+        and not later["options"].get("gpu")
+        and not later["options"].get("pid")
+        for later in written
+    )
 
 
 def vmid_of(record: dict[str, Any]) -> int | None:
@@ -96,8 +126,8 @@ def run_dir(_facts: Facts) -> Results:
         return
     evidence = f"{RUN_DIR}: {stat.filemode(info.st_mode)}, uid {info.st_uid}, gid {info.st_gid}"
     if not stat.S_ISDIR(info.st_mode):
-        mend = f"rm {RUN_DIR} && systemd-tmpfiles --create"
-        yield found("run-dir", evidence, why="it is no directory", mend=mend)
+        yield found("run-dir", evidence, why="it is no directory", mend=Shell(f"rm {RUN_DIR} && {MAKE_RUN_DIR}"))
     elif info.st_uid != 0 or stat.S_IMODE(info.st_mode) & 0o077:
         why = f"mode {stat.S_IMODE(info.st_mode):04o}, owner {info.st_uid}; expected 0700 and root"
-        yield found("run-dir", evidence, why=why, mend=f"chown root:root {RUN_DIR} && chmod 700 {RUN_DIR}")
+        mend = Shell(f"chown root:root {RUN_DIR} && chmod 700 {RUN_DIR}")
+        yield found("run-dir", evidence, why=why, mend=mend)

@@ -22,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     Check("cgroup-v2", "cgroup v2 at /sys/fs/cgroup", node.cgroup_v2),
     Check("kernel", "the kernel lists a PID namespace's members directly", node.kernel),
     Check("systemd", "systemd runs", node.systemd),
+    Check("pve", "pmxcfs is mounted at /etc/pve", node.pve, ("unit_files", "pve_missing")),
     Check("journal", "the journal is reachable and persistent", node.journal_state),
     Check("modules", "every Python module can be used", node.modules, deadline_s=15.0),
     Check("driver", "an NVIDIA driver is loaded", driver.loaded, ("driver", "gpu_containers")),
@@ -49,10 +50,10 @@ CHECKS: tuple[Check, ...] = (
     Check("container-units", "our drop-in is in both container units", hooks.container_units, ("unit_files",)),
     Check("units-loaded", "systemd has read our drop-ins", hooks.units_loaded, ("booted", "unit_files", "units")),
     Check("boot-unit", "device nodes are made before the guests start", hooks.boot_unit, ("unit_files",)),
+    Check("run-dir", "/run/pve-gpu-release is root's alone", product.run_dir),
     Check("daemon", "pve-gpu-hostd can be reached", product.daemon, ("booted", "unit_files", "units")),
     Check("configuration", "the configuration is valid", product.configuration, ("settings",)),
     Check("records", "no release was cut off, no start refused, no stop hangs", product.records),
-    Check("run-dir", "/run/pve-gpu-release is root's alone", product.run_dir),
 )  # fmt: skip
 
 

@@ -8,20 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from string import Formatter
 
 import pytest
 
 from hostd.cli.doctor import lines
 from hostd.doctor import containers, devices, driver, hooks, node, origin
-from hostd.doctor.cluster import Volume, parse_pci_mappings, parse_storages, parse_volume
+from hostd.doctor.cluster import Volume, parse_hostpci_keys, parse_pci_mappings, parse_storages, parse_volume
 from hostd.doctor.commands import run_tool
 from hostd.doctor.facts import Facts, parse_majors
-from hostd.doctor.finding import Blind, CannotLookError, Check, Finding, Outcome, Results, Severity
+from hostd.doctor.finding import Blind, CannotLookError, Check, Finding, Kind, Outcome, Results, Severity
 from hostd.doctor.kinds import KINDS, found
 from hostd.doctor.runner import CHECKS, exit_status, run_checks
+from hostd.doctor.shell import Shell, sed_literal, word
 from hostd.doctor.units import UnitFile, UnitFiles, parse_show, parse_unit
 from hostd.model import DeviceId, DriverNumbers
 from hostd.system.pve import Pve, parse_container_config
+from tests.integration.doctor.advice import objection
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRIVER = DriverNumbers({195: frozenset(("nvidia", "nvidiactl")), 508: frozenset(("nvidia-uvm",))})
@@ -48,6 +51,62 @@ def test_the_page_is_what_the_table_says() -> None:
     code = "import sys; sys.path.insert(0, '.'); import tools.docs as d; print(d.PAGES['docs/doctor.md'](), end='')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == (REPOSITORY / "docs/doctor.md").read_text(), "run tools/docs.py"
+
+
+# --- what is advised -------------------------------------------------------------------------------------------------
+
+COMPUTED = Shell("cat")
+"""In place of a command that a check makes."""
+HOSTILE = "a'b; >x #\n`>x`$(>x)\x1b[0m\ud800"
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
+def test_every_advice_can_be_pasted_whatever_the_finding_is_about(kind: Kind) -> None:
+    fields = {name for _, name, _, _ in Formatter().parse(kind.what + kind.mend) if name}
+    given = dict.fromkeys(fields - {"vmid"}, HOSTILE)
+    given |= {name: COMPUTED for name in ("mend", "make", "enable", "command", "advice", "look") if name in fields}
+    given |= {"setting": Shell(""), "recursive": Shell("-r ")}
+    said = objection(found(kind.code, "", vmid=129, **given).mend)
+    assert said == ""
+
+
+def test_what_is_no_command_is_told_from_one() -> None:
+    for good in ("rm x && pct reboot 1  # or (not)", "pct set 129 -dev0 '/dev/a b'; cat x", "echo 1 > /x | cat"):
+        assert objection(good) == ""
+    for bad in ("use devN instead: pct set 1", "pct reboot 1 (or not)", "rm x, then pct reboot 1; look", "# nothing", ""):
+        assert objection(bad)
+
+
+@pytest.mark.parametrize("came_from", origin.Origin)
+def test_advice_by_the_driver_s_origin_can_be_pasted(came_from: origin.Origin) -> None:
+    for advise in (origin.pynvml_advice, origin.persistenced_advice, origin.library_advice):
+        assert objection(advise(came_from)) == ""
+
+
+def test_advice_for_each_recovery_action_can_be_pasted() -> None:
+    for _words, advice in driver.ACTIONS.values():
+        assert objection(advice.format(gpu="GPU-1")) == ""
+
+
+@pytest.mark.parametrize("text", ["plain", "a b", "a'b", "$(x)", HOSTILE, "\udcff\x01f", "\u3164", ""])
+def test_a_word_is_one_printable_word_and_bash_reads_it_back(text: str) -> None:
+    said = word(text)
+    assert said.isprintable() or text == "\u3164"
+    read = subprocess.run(["bash", "-c", f"printf %s {said}"], capture_output=True, check=True).stdout
+    assert read == text.replace("\ud800", "?").encode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize("text", ["/dev/nvidia0", "a.b*[c]^$+?(d)|{e}\\f", "c 195:* rwm"])
+def test_a_literal_of_sed_matches_itself_and_nothing_else(text: str) -> None:
+    command = ["sed", "-E", "-n", f"/^{sed_literal(text)}$/p"]
+    other = text.replace("/", "x").replace(".", "x").replace("*", "").replace(" ", "x")
+    assert subprocess.run(command, input=f"{other}\n{text}\n", text=True, capture_output=True).stdout == f"{text}\n"
+
+
+def test_keys_of_what_is_passed_through_to_a_vm() -> None:
+    text = "name: x\nhostpci0: host=0000:18:00.0;0000:19:00,pcie=1\nhostpci12: mapping=h200\n[snap]\nhostpci1: 3b:00\n"
+    keys = {"0000:18:00.0": "hostpci0", "0000:19:00": "hostpci0", "h200": "hostpci12"}
+    assert parse_hostpci_keys(text) == keys
 
 
 # --- where the driver came from --------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from hostd.doctor.finding import Kind, Severity
+from hostd.snippet import REINSTALL
 
 E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
-REINSTALL = "apt install --reinstall pve-gpu-release && systemctl daemon-reload"
+FROM_FILE = "  # the file that it was installed from"
+RELOADED = f"{REINSTALL} && systemctl daemon-reload"
 
 ROWS = (
     Kind(
@@ -25,51 +27,57 @@ ROWS = (
     Kind(
         "snippet-missing", E, "hookscripts",
         "the hookscript {volume} of container {vmid} does not exist ({path}): the container does not start",
-        "pve-gpu-release hook enable {vmid}, or pct set {vmid} -delete hookscript",
+        "{enable}  # or none at all: pct set {vmid} -delete hookscript",
         "Proxmox refuses a start when the snippet is not there.",
         "storage.cfg, stat of the file",
     ),
     Kind(
         "snippet-not-executable", E, "hookscripts",
         "the hookscript {volume} of container {vmid} is not executable ({path}): the container does not start",
-        "chmod 755 {path}",
+        "{mend}",
         "Proxmox refuses a start with \"script is not executable\".",
         "storage.cfg, stat of the file",
     ),
     Kind(
         "snippet-storage", E, "hookscripts",
         "the hookscript {volume} of container {vmid} cannot be on node {node}: {why}",
-        "pvesm status --content snippets; pvesm set STORAGE --content ...,snippets; or pve-gpu-release hook "
-        "enable {vmid}",
-        "The container does not start there.",
+        "{mend}",
+        "The container does not start there. Either the storage is opened (pvesm set), or the hookscript set anew.",
         "storage.cfg",
     ),
     Kind(
         "snippet-other-nodes", N, "hookscripts",
         "the hookscript {volume} is on a storage that is not shared: it has to be on {nodes} too, which cannot be seen "
         "from here",
-        "pve-gpu-release doctor on each node; apt install pve-gpu-release there",
+        "{look}  # where it is missing: " + f"{REINSTALL}, then pve-gpu-release hook enable for a container",
         "After a migration or by HA the container starts there, and does not if the snippet is missing.",
         "storage.cfg, nodes of the cluster",
     ),
     Kind(
+        "snippet-outdated", W, "hookscripts",
+        "the hookscript {volume} of container {vmid} is not the one of this version of the package ({path})",
+        "pve-gpu-release hook enable {vmid}",
+        "A snippet is a copy: an upgrade of the package does not reach it, and what was mended since is not in force.",
+        "storage.cfg, content of the snippet but for the chained hookscript",
+    ),
+    Kind(
         "dropin-missing", E, "container-units",
         "{unit} lacks our drop-in: a reboot inside, a killed monitor and a busy rootfs are not covered",
-        REINSTALL,
+        RELOADED + FROM_FILE,
         "On these paths Proxmox runs no hookscript.",
         "*.service.d directories of systemd",
     ),
     Kind(
         "dropin-masked", E, "container-units",
         "our drop-in of {unit} is masked",
-        "rm {path} && systemctl daemon-reload",
+        "{mend}",
         "An empty file or a link to /dev/null of the same name hides it.",
         "*.service.d directories of systemd",
     ),
     Kind(
         "dropin-overridden", E, "container-units",
         "our drop-in of {unit} has no effect: {why}",
-        "mend or remove {path}, then systemctl daemon-reload",
+        "{mend}",
         "An empty ExecStartPre= or ExecStopPost= that is read after ours takes our lines away.",
         "content of the drop-ins, in systemd's order",
     ),
@@ -83,21 +91,21 @@ ROWS = (
     Kind(
         "container-unit-overridden", W, "container-units",
         "{unit} is not as Proxmox ships it: {why}",
-        "systemctl revert {unit} (or check that {path} is meant to be so)",
+        "{mend}",
         "Start, stop and the order of our steps rest on Proxmox's unit.",
         "unit files and drop-ins of systemd",
     ),
     Kind(
         "boot-unit-missing", W, "boot-unit",
         "the unit that makes the device nodes before the guests start is missing",
-        REINSTALL,
+        RELOADED + FROM_FILE,
         "After a boot /dev/nvidia-uvm may be missing when containers start.",
         "unit files of systemd: pve-gpu-*.service, Before=pve-guests.service",
     ),
     Kind(
         "boot-unit-disabled", W, "boot-unit",
         "{unit}, which makes the device nodes before the guests start, is {state}",
-        "systemctl unmask {unit}; systemctl enable {unit}",
+        "{mend}",
         "After a boot /dev/nvidia-uvm may be missing when containers start.",
         "links in *.wants of systemd",
     ),

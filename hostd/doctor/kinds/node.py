@@ -5,56 +5,67 @@ from __future__ import annotations
 from hostd.doctor.finding import Kind, Severity
 
 E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
+UNIFIED = (
+    "sed -i -E 's/ ?systemd[.]unified_cgroup_hierarchy=[^ \"]*//' /etc/kernel/cmdline /etc/default/grub; "
+    "proxmox-boot-tool refresh; update-grub  # then reboot the node"
+)
+"""systemd-boot reads the one file, GRUB the other."""
 
 ROWS = (
     Kind(
         "pid-namespace", W, "pid-namespace",
         "we run in a PID namespace that is not the machine's first one: the driver shortens its client lists here",
-        "run pve-gpu-release on the host itself, not in a container",
+        "pve-gpu-release doctor  # on the host itself, in no container and no PID namespace of its own",
         "NVML leaves out processes of outer namespaces without a word, so memory may seem to be nobody's.",
         "inode of /proc/self/ns/pid; the first one is 4026531836 on every kernel",
     ),
     Kind(
         "cgroup-v2-missing", E, "cgroup-v2",
         "no cgroup v2 tree is mounted: which processes a container has cannot be told",
-        "take systemd.unified_cgroup_hierarchy=0 off the kernel command line (/etc/kernel/cmdline or "
-        "/etc/default/grub), then reboot",
+        UNIFIED,
         "Ownership is decided by the v2 cgroup tree. Without it every verdict is `unknown`.",
         "/proc/self/mountinfo",
     ),
     Kind(
         "cgroup-hybrid", W, "cgroup-v2",
         "cgroup v1 and v2 are both in use (v2 at {mount})",
-        "take systemd.unified_cgroup_hierarchy=0 off the kernel command line, then reboot",
+        UNIFIED,
         "Releases work, but Proxmox's units and drop-ins are made for the unified layout, and devices rules are v1's.",
         "/proc/self/mountinfo",
     ),
     Kind(
         "kernel-old", N, "kernel",
         "kernel {release} is older than 6.11: members of a container's PID namespace are found by a walk over the host",
-        "apt install proxmox-kernel-6.11 or newer, then reboot (optional: it is slower, not wrong)",
+        "apt install proxmox-kernel-6.14  # then reboot the node; optional: the older one is slower, not wrong",
         "Each look costs about 13 us per process of the host.",
         "uname -r",
     ),
     Kind(
         "no-systemd", N, "systemd",
         "this machine does not run systemd: units were looked at as files only",
-        "on a Proxmox node: boot it normally",
+        "cat /proc/1/comm  # what runs as pid 1 instead: a Proxmox VE node boots with systemd",
         "Whether units are active cannot be told.",
         "/run/systemd/system",
     ),
     Kind(
         "no-proxmox", N, "container-units",
         "there is no pve-container@.service: this is no Proxmox VE node, nothing starts or stops containers here",
-        "apt install pve-container (on a Proxmox VE node)",
+        "apt install pve-container  # on a Proxmox VE node",
         "The hookscript and the drop-in have nothing to hook into; releases by hand work.",
         "unit files of systemd",
     ),
     Kind(
+        "pve-missing", E, "pve",
+        "/etc/pve is empty: pmxcfs does not run, and what containers are given cannot be seen",
+        "systemctl restart pve-cluster",
+        "No container can be started, and a stop or a start is handled without the container's configuration.",
+        "/etc/pve/local, on a node with pve-container@.service",
+    ),
+    Kind(
         "journal-not-persistent", W, "journal",
         "the journal does not survive a reboot ({why})",
-        "mkdir -p /var/log/journal && systemd-tmpfiles --create --prefix /var/log/journal && "
-        "systemctl restart systemd-journald (and Storage=persistent in /etc/systemd/journald.conf)",
+        "{setting}mkdir -p /var/log/journal && systemd-tmpfiles --create --prefix /var/log/journal && "
+        "systemctl restart systemd-journald",
         "The audit trail (`log`, `explain`) is the journal: after a reboot it would be gone.",
         "Storage= of journald.conf and its drop-ins, /var/log/journal",
     ),
@@ -82,10 +93,10 @@ ROWS = (
         "import yaml in a helper process",
     ),
     Kind(
-        "systemd-python-missing", W, "modules",
-        "the Python module systemd cannot be used: the daemon cannot be socket-activated or notify systemd",
+        "systemd-python-missing", N, "modules",
+        "the Python module systemd cannot be used: systemd and the journal are spoken to by our own code",
         "apt install python3-systemd",
-        "The command line and the hook do the work themselves; entries go to the journal by its own protocol.",
+        "Socket activation, the watchdog, entries and `log` do not depend on it.",
         "import systemd.journal, systemd.daemon in a helper process",
     ),
     Kind(

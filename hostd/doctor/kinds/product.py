@@ -5,12 +5,14 @@ from __future__ import annotations
 from hostd.doctor.finding import Kind, Severity
 
 E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
+MAKE_RUN_DIR = "systemd-tmpfiles --create pve-gpu-release.conf && systemctl restart pve-gpu-hostd.socket"
+"""Makes the directory; the socket in it is systemd's, and only a restart makes it anew."""
 
 ROWS = (
     Kind(
         "socket-not-enabled", W, "daemon",
         "pve-gpu-hostd.socket is {state}",
-        "systemctl unmask pve-gpu-hostd.socket; systemctl enable --now pve-gpu-hostd.socket",
+        "{mend}",
         "Without the daemon releases are done by the command line and the hook: no stop watchdog, no work in the "
         "background.",
         "unit files of systemd",
@@ -18,50 +20,57 @@ ROWS = (
     Kind(
         "socket-not-active", W, "daemon",
         "nobody listens for pve-gpu-hostd ({state})",
-        "systemctl start pve-gpu-hostd.socket",
+        "systemctl restart pve-gpu-hostd.socket",
         "Without the daemon the stop watchdog cannot be armed.",
         "systemctl show; /run/pve-gpu-release/io.pve.GpuRelease",
     ),
     Kind(
+        "daemon-masked", W, "daemon",
+        "pve-gpu-hostd.service is masked: the socket gives up at the first connection",
+        "systemctl unmask pve-gpu-hostd.service; systemctl restart pve-gpu-hostd.socket",
+        "Without the daemon the stop watchdog cannot be armed.",
+        "unit files of systemd",
+    ),
+    Kind(
         "daemon-silent", W, "daemon",
         "pve-gpu-hostd does not answer on its socket",
-        "systemctl restart pve-gpu-hostd; journalctl -u pve-gpu-hostd",
+        "systemctl restart pve-gpu-hostd.socket pve-gpu-hostd.service  # why: journalctl -u pve-gpu-hostd",
         "Releases are then done by the command line and the hook themselves.",
         "org.varlink.service.GetInfo",
     ),
     Kind(
         "config-broken", E, "configuration",
         "the configuration is broken: {problem}",
-        "pve-gpu-release check-config",
+        "pve-gpu-release check-config {file}  # names line and key; when it is mended: systemctl reload pve-gpu-hostd",
         "A running daemon keeps its last good one, a fresh start refuses, the hook uses the built-in defaults.",
         "/etc/pve-gpu-release/config.yaml",
     ),
     Kind(
         "config-ignored", W, "configuration",
         "{problem}",
-        "pve-gpu-release check-config",
+        "pve-gpu-release check-config {file}",
         "What the file says is not in force.",
         "/etc/pve-gpu-release/config.yaml",
     ),
     Kind(
         "start-refused", W, "records",
         "the last start of container {vmid} was refused (on_dirty: block): {reason}",
-        "pve-gpu-release {vmid}; pve-gpu-release explain {release_id} tells why; then pct start {vmid}",
+        "pve-gpu-release {vmid}; pct start {vmid}  # why: {why}",
         "A reboot inside the container that is refused leaves it down without a message to anyone.",
         "/run/pve-gpu-release/starts",
     ),
     Kind(
         "stop-hangs", W, "records",
         "the stop of container {vmid} that began {since} does not end",
-        "{mend}",
+        "pve-gpu-release {vmid}; pve-gpu-release status  # {advice}",
         "pct stop waits for ever, without a word, for a task that cannot die.",
         "/run/pve-gpu-release/watch, written by the daemon's stop watchdog",
     ),
     Kind(
         "release-cut-off", W, "records",
         "a release of container {vmid} was cut off (at {step}; pid {pid} is gone)",
-        "systemctl restart pve-gpu-hostd finishes it; or pve-gpu-release {vmid}",
-        "Whoever did it was killed; what it had signalled is in the record.",
+        "pve-gpu-release {vmid}",
+        "Whoever did it was killed; what it had signalled is in the record. The next whole release of the container answers it.",
         "/run/pve-gpu-release/releases",
     ),
     Kind(
@@ -74,7 +83,7 @@ ROWS = (
     Kind(
         "run-dir-missing", N, "run-dir",
         "/run/pve-gpu-release does not exist yet",
-        "systemd-tmpfiles --create",
+        MAKE_RUN_DIR,
         "The first release makes it.",
         "lstat of /run/pve-gpu-release",
     ),

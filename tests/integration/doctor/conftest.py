@@ -18,6 +18,8 @@ from tests.embedded.fixtures import make_node, require_node  # noqa: F401
 from tests.embedded.node import Container, Node
 from tests.embedded.scope import MS_BIND, Running
 
+from .advice import objection
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 UNITS = "/etc/systemd/system"
 VENDOR = "/usr/lib/systemd/system"
@@ -58,6 +60,10 @@ class Found:
 
     json: dict[str, Any]
     status: int = 0
+
+    def __post_init__(self) -> None:
+        """Whatever a test looks at: what is advised can be pasted."""
+        assert [said for f in self.json["findings"] if (said := objection(f["mend"]))] == []
 
     @property
     def codes(self) -> list[str]:
@@ -148,6 +154,10 @@ class FineNode:
         found = Found(json.loads(done.stdout))
         assert found.json["checks"] == sorted(checks, key=found.json["checks"].index)
         return found
+
+    def mend(self, finding: dict[str, Any]) -> None:
+        """Pastes what is advised into root's shell."""
+        self.node.run(["bash", "-c", finding["mend"]], check=True)
 
     def systemctl(self, text: str) -> None:
         """A systemd that runs, as far as `systemctl show` tells."""

@@ -74,7 +74,8 @@ def test_text_is_grouped_worst_first_with_one_line_that_sums_up(fine: FineNode) 
     order = ["error", "warning", "note", "ok", "-"]
     assert [h for h in heads if h in order] == sorted([h for h in heads if h in order], key=order.index)
     assert any(line.startswith("error    config-broken: ") for line in lines)
-    assert "         mend: pve-gpu-release check-config" in lines
+    mend = "         mend: pve-gpu-release check-config /etc/pve-gpu-release/config.yaml  # "
+    assert any(line.startswith(mend) for line in lines)
     assert any(line.startswith("ok       cgroup-v2: ") for line in lines)
     assert lines[-1].startswith(f"{len(CHECKS)} checks: 1 error, ")
     plain = fine.doctor().stdout
@@ -98,6 +99,19 @@ def test_hostile_names_reach_no_terminal(fine: FineNode) -> None:
     done = fine.doctor()
     assert "\x1b" not in done.stdout
     assert "lo\\x1b[31mcal" in done.stdout
+
+
+def test_hostile_names_break_out_of_no_command(fine: FineNode) -> None:
+    """Every finding is checked for that it can be pasted; here also that it does nothing else."""
+    hostile = "a'b; >pwned #\x1b[0m`>pwned`$(>pwned)"
+    fine.node.configure(129, f"dev0: /dev/nvidia-{hostile}\nhookscript: local:snippets/{hostile}\n")
+    fine.node.configure(130, "lxc.mount.entry: /dev/nvidia-a\\012>pwned x none bind,optional,create=file\n")
+    fine.node.configure(131, f"dev0: /dev/nvidia0\nhookscript: lo{hostile}cal:snippets/x\n")
+    found = fine.look("device-nodes", "device-rules", "hookscripts")
+    assert set(found.codes) >= {"device-missing", "optional-mount-hides-loss", "snippet-missing", "snippet-storage"}
+    for finding in found.json["findings"]:
+        fine.node.run(["bash", "-c", finding["mend"]], cwd="/run", env={"PATH": "/nonexistent"})
+    assert not fine.node.path("/run/pwned").exists()
 
 
 def test_nothing_found_but_not_everything_seen_is_4_and_the_others_go_on(fine: FineNode) -> None:
@@ -126,6 +140,37 @@ def test_a_hanging_etc_pve_costs_its_deadline_once(fine: FineNode, ct: Container
     assert all("no answer within" in b["error"] for b in found.blind)
 
 
+def test_pmxcfs_that_does_not_run_is_not_a_node_without_containers(fine: FineNode, ct: Container) -> None:
+    fine.node.path("/etc/pve").rename(fine.node.path("/etc/pve.off"))
+    fine.node.path("/etc/pve").mkdir()
+    found = fine.look("pve", "device-nodes", "hookscripts", "run-dir")
+    assert found.one("pve-missing")["mend"] == "systemctl restart pve-cluster"
+    assert {b["check"] for b in found.blind} == {"device-nodes", "hookscripts"}
+    for name in ("pve-container@.service", "pve-container-debug@.service"):
+        fine.node.path(f"{VENDOR}/{name}").unlink()
+    found = fine.look("pve", "device-nodes")  # no Proxmox node: then nothing is missing
+    assert (found.codes, found.blind) == ([], [])
+
+
+def test_one_odd_configuration_hides_no_finding_of_another_container(fine: FineNode) -> None:
+    """Neither a NUL byte, nor numbers without end, nor configurations that cannot be read at once."""
+    node = fine.node
+    for vmid in (150, 151, 152):
+        node.path(f"/etc/pve/nodes/pve8/lxc/{vmid}.conf").mkdir()
+    digits = "9" * 5000
+    node.configure(153, f"dev0: /dev/nvidia0\0junk\nhookscript: local:snippets/x\0y\nlxc.cgroup2.devices.allow: c {digits}:* rwm\n")
+    node.configure(154, f"dev{digits}: /dev/nvidia0\n")
+    node.configure(155, "lxc.mount.entry: /dev/nvidia0\0x dev/nvidia0\0x none bind,create=file\n")
+    node.configure(156, "dev0: /dev/nvidia9\ndev1: /dev/nvidia-uvm\n")
+    checks = ("device-nodes", "nodes-inside", "device-rules", "passthrough", "hookscripts")
+    found = fine.look(*checks)
+    assert found.one("device-missing")["vmid"] == 156
+    assert {f["vmid"] for f in found.json["findings"] if f["code"] == "no-hookscript"} == {155, 156}
+    assert not [b for b in found.blind if b["what"] in checks], found.blind
+    told = " ".join(b["what"] for b in found.blind)
+    assert all(f"container {vmid}" in told for vmid in (150, 151, 152, 153, 154, 155))
+
+
 # --- node ------------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +190,12 @@ def test_a_volatile_or_unreachable_journal(fine: FineNode) -> None:
     assert fine.look("journal").codes == []
     fine.node.write("/etc/systemd/journald.conf.d/x.conf", "[Journal]\nStorage=volatile\n")
     assert "Storage=volatile" in fine.look("journal").one("journal-not-persistent")["evidence"]
+    fine.node.write("/etc/systemd/journald.conf.d/zz.conf", "[Journal]\nStorage=none\n")
+    setting = fine.look("journal").one("journal-not-persistent")["mend"].partition(" && mkdir -p /var/log")[0]
+    fine.node.run(["bash", "-c", setting], check=True)
+    assert fine.look("journal").codes == []
+    for name in ("zz.conf", "zz~.conf"):
+        fine.node.path(f"/etc/systemd/journald.conf.d/{name}").unlink()
     fine.node.write("/etc/systemd/journald.conf.d/y.conf", "[Journal]\nStorage=auto\n")
     assert fine.look("journal").codes == []
     fine.node.path("/var/log/journal").rmdir()
@@ -283,13 +334,33 @@ def test_host_nodes_missing_of_the_wrong_type_and_stale(fine: FineNode) -> None:
     missing = fine.look("device-nodes").one("device-missing")
     assert (missing["vmid"], missing["severity"]) == (129, "error")
     assert "dev3" in missing["what"]
+    assert missing["mend"] == "systemctl start pve-gpu-release-nodes.service"
     node.write("/dev/nvidia-uvm", "")
     assert "regular file" in fine.look("device-nodes").one("device-wrong-type")["what"]
     node.path("/dev/nvidia-uvm").unlink()
+    node.path("/dev/nvidia-uvm").mkdir()
+    fine.systemctl("")
+    fine.mend(fine.look("device-nodes").one("device-wrong-type"))
+    assert fine.look("device-nodes").codes == ["device-missing"]  # this systemctl makes nothing
     node.mknod("/dev/nvidia-uvm", 511, 0)
     assert "major 511, which belongs to no driver" in fine.look("device-nodes").one("device-stale")["what"]
     node.mknod("/dev/nvidia-uvm", 1, 3)
     assert "belongs to the driver 'mem'" in fine.look("device-nodes").one("device-stale")["what"]
+
+
+def test_nodes_that_the_unit_does_not_make_have_commands_of_their_own(fine: FineNode) -> None:
+    paths = ("/dev/nvidia9", "/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-modeset", "/dev/nvidia-nvswitchctl", "/dev/nvidia-x")
+    fine.node.configure(129, "".join(f"dev{number}: {path}\n" for number, path in enumerate(paths)))
+    mends = {f["what"].split()[0]: f["mend"] for f in fine.look("device-nodes").json["findings"]}
+    assert mends["/dev/nvidia9"].startswith("pct set 129 -delete dev0  # the driver's GPUs are /dev/nvidia")
+    assert "'DeviceFileMinor: 1'" in mends["/dev/nvidia-caps/nvidia-cap1"]
+    assert mends["/dev/nvidia-modeset"] == "nvidia-modprobe -m"
+    assert mends["/dev/nvidia-nvswitchctl"] == "nvidia-modprobe -s -c 255"
+    assert mends["/dev/nvidia-x"].startswith("pct set 129 -delete dev4")
+    fine.node.configure(129, "lxc.mount.entry: /dev/nvidia9 dev/nvidia9 none bind,create=file\nlxc.mount.entry = /dev/nvidia9x x\n")
+    (first, _second) = fine.look("device-nodes").json["findings"]
+    fine.mend(first)
+    assert fine.node.read("/etc/pve/lxc/129.conf") == "lxc.mount.entry = /dev/nvidia9x x\n"
 
 
 MOUNTS = """\
@@ -303,10 +374,17 @@ lxc.mount.entry: /dev/nvidia-uvm dev/nvidia-uvm none bind,optional,create=file
 def test_optional_mounts_hide_a_loss(fine: FineNode) -> None:
     fine.node.configure(129, MOUNTS)
     assert fine.look("device-nodes").codes == ["optional-mount"]
-    fine.node.path("/dev/nvidia-uvm").unlink()
+    fine.node.path("/dev/nvidia-uvm").rename(fine.node.path("/dev/moved"))
     found = fine.look("device-nodes")
     assert found.codes == ["optional-mount-hides-loss", "optional-mount"]
     assert "/dev/nvidia-uvm" in found.one("optional-mount-hides-loss")["what"]
+    fine.node.path("/dev/moved").rename(fine.node.path("/dev/nvidia-uvm"))
+    before = "dev0: /dev/dri/renderD128\n" + MOUNTS.replace("bind,optional,", "optional,bind,", 1)
+    snapshot = f"\n[before]\n{MOUNTS}"
+    fine.node.configure(129, before + snapshot)
+    fine.mend(fine.look("device-nodes").one("optional-mount"))
+    assert fine.look("device-nodes").codes == []
+    assert fine.node.read("/etc/pve/lxc/129.conf") == before.replace("optional,", "") + snapshot
 
 
 def test_nodes_inside_a_running_container(fine: FineNode, ct: Container) -> None:
@@ -329,9 +407,16 @@ def test_rules_that_miss_or_name_a_stale_major(fine: FineNode) -> None:
     fine.node.configure(129, MOUNTS + "lxc.cgroup2.devices.allow: c 7:* rwm\n")
     assert fine.look("device-rules").codes == []
     fine.node.configure(129, MOUNTS + "lxc.cgroup2.devices.allow: c 511:* rwm\n")
-    assert fine.look("device-rules").codes == ["allow-missing-major", "allow-stale-major"]
-    fine.node.configure(129, "dev0: /dev/nvidia0\n")
-    assert "-dev1 /dev/nvidia-uvm" in fine.look("device-rules").one("uvm-not-given")["mend"]
+    found = fine.look("device-rules")
+    assert found.codes == ["allow-missing-major", "allow-stale-major"]
+    for finding in found.json["findings"]:
+        fine.mend(finding)
+    assert fine.look("device-rules").codes == []
+    assert fine.node.read("/etc/pve/lxc/129.conf") == "lxc.cgroup2.devices.allow: c 7:* rwm\n" + MOUNTS
+    fine.node.configure(129, "dev0: /dev/nvidia0\ndev2: /dev/dri/renderD128\ndev255: /dev/kvm\ndev99999999999999999999: /dev/x\n")
+    assert "pct set 129 -dev1 /dev/nvidia-uvm  # " in fine.look("device-rules").one("uvm-not-given")["mend"]
+    fine.node.configure(129, "dev0: /dev/nvidia0\n" + "".join(f"dev{number}: /dev/kvm\n" for number in range(1, 256)))
+    assert fine.look("device-rules").one("uvm-not-given")["mend"].startswith("pct config 129  # every devN is in use")
     fine.node.configure(129, CONFIG)
     fine.node.control(mig=1)
     assert fine.look("device-rules").codes == ["caps-not-given"]
@@ -402,6 +487,7 @@ def test_a_vm_that_wants_the_same_gpu(fine: FineNode, ct: Container) -> None:
     fine.node.path("/etc/pve/qemu-server").symlink_to("nodes/pve8/qemu-server")
     finding = fine.look("passthrough").one("vm-uses-gpu")
     assert finding["vmid"] == 129
+    assert finding["mend"].startswith("qm set 200 -delete hostpci0  # ")
     assert "VM 200" in finding["what"]
     fine.pve("nodes/pve8/qemu-server/200.conf", "name: win\nhostpci0: mapping=h200\n")
     fine.pve("mapping/pci.cfg", "h200\n\tmap node=other,path=0000:18:00\n\tmap id=1:2,node=pve8,path=0000:3b:00.0\n")
@@ -441,8 +527,18 @@ def test_hookscripts(fine: FineNode) -> None:
     script = node.path(f"{SNIPPETS}/pve-gpu-release")
     script.chmod(0o644)
     assert fine.look("hookscripts").one("snippet-not-executable")["mend"] == f"chmod 755 {SNIPPETS}/pve-gpu-release"
+    fine.mend(fine.look("hookscripts").one("snippet-not-executable"))
+    assert fine.look("hookscripts").codes == []
+    shipped = script.read_bytes()
+    node.write(f"{SNIPPETS}/pve-gpu-release", shipped.replace(b"chained=", b"chained=/x # local:snippets/x"), 0o755)
+    assert fine.look("hookscripts").codes == []
+    node.write(f"{SNIPPETS}/pve-gpu-release", shipped + b"# another version\n", 0o755)
+    assert fine.look("hookscripts").one("snippet-outdated")["mend"] == "pve-gpu-release hook enable 129"
     script.unlink()
-    assert fine.look("hookscripts").codes == ["snippet-missing"]
+    assert fine.look("hookscripts").one("snippet-missing")["mend"].startswith("pve-gpu-release hook enable 129  # ")
+    script.mkdir()
+    assert fine.look("hookscripts").one("snippet-not-executable")["mend"].startswith("mv ")
+    script.rmdir()
     node.write(f"{SNIPPETS}/pve-gpu-release", "#!/bin/sh\necho mine\n", 0o755)
     assert fine.look("hookscripts").codes == ["foreign-hookscript"]
     node.configure(129, "dev0: /dev/nvidia0\n")
@@ -458,12 +554,20 @@ def test_a_snippet_that_another_node_cannot_have(fine: FineNode) -> None:
     fine.pve("storage.cfg", STORAGE + "\tnodes pve8\n")
     found = fine.look("hookscripts")
     assert "cannot be on node pve9" in found.one("snippet-storage")["what"]
+    assert found.one("snippet-storage")["mend"] == "pvesm set local --nodes pve8,pve9"
     fine.pve("storage.cfg", STORAGE + "\tnodes pve9\n")
     assert "cannot be on node pve8" in fine.look("hookscripts").one("snippet-storage")["what"]
     fine.pve("storage.cfg", STORAGE + "\tshared 1\n")
     assert fine.look("hookscripts").codes == []
     fine.pve("storage.cfg", "dir: local\n\tpath /run/vz\n\tcontent iso\n")
-    assert "does not allow snippets" in fine.look("hookscripts").one("snippet-storage")["what"]
+    finding = fine.look("hookscripts").one("snippet-storage")
+    assert "does not allow snippets" in finding["what"]
+    assert finding["mend"] == "pvesm set local --content iso,snippets"
+    fine.pve("storage.cfg", "dir: local\n\tpath /run/vz\n\tcontent none\n\tdisable\n")
+    assert fine.look("hookscripts").one("snippet-storage")["mend"] == "pvesm set local --disable 0"
+    fine.node.configure(129, "dev0: /dev/nvidia0\nhookscript: gone:snippets/a'b.sh\n")
+    mend = fine.look("hookscripts").one("snippet-storage")["mend"]
+    assert mend == "pct set 129 -delete hookscript && pve-gpu-release hook enable 129"
 
 
 def test_drop_ins_missing_masked_and_overridden(fine: FineNode) -> None:
@@ -475,9 +579,21 @@ def test_drop_ins_missing_masked_and_overridden(fine: FineNode) -> None:
     found = fine.look("container-units")
     assert sorted(found.codes) == ["container-unit-overridden", "dropin-overridden"]
     assert "90-other.conf takes back ExecStopPost=" in found.one("dropin-overridden")["what"]
-    node.path(f"{folder}/90-other.conf").rename(node.path(f"{folder}/10-other.conf"))
-    assert fine.look("container-units").codes == ["container-unit-overridden"]
-    node.path(f"{folder}/10-other.conf").unlink()
+    fine.systemctl("")
+    fine.mend(found.one("dropin-overridden"))
+    found = fine.look("container-units")
+    assert "10-90-other.conf sets KillMode=" in found.one("container-unit-overridden")["what"]
+    fine.mend(found.one("container-unit-overridden"))
+    assert fine.look("container-units").codes == []
+    node.write(f"{folder}/{DROPIN}", "[Service]\n")
+    found = fine.look("container-units")
+    assert found.codes == ["dropin-overridden", "dropin-overridden"]
+    assert {f["mend"] for f in found.json["findings"]} == {f"rm {folder}/{DROPIN} && systemctl daemon-reload"}
+    node.write(f"{VENDOR}/pve-container@.service.d/{DROPIN}", "[Service]\n")
+    node.path(f"{folder}/{DROPIN}").unlink()
+    assert fine.look("container-units").json["findings"][0]["mend"].startswith("apt install --reinstall ./pve-gpu-release_")
+    node.path(f"{VENDOR}/pve-container@.service.d/{DROPIN}").unlink()
+    node.write(f"{folder}/{DROPIN}", ours)
     node.path(f"{folder}/{DROPIN}").unlink()
     assert fine.look("container-units").codes == ["dropin-missing"]
     node.write(f"{VENDOR}/pve-container@.service.d/{DROPIN}", ours)
@@ -486,7 +602,9 @@ def test_drop_ins_missing_masked_and_overridden(fine: FineNode) -> None:
     assert fine.look("container-units").one("dropin-masked")["mend"].startswith(f"rm {folder}/{DROPIN}")
     node.path(f"{folder}/{DROPIN}").unlink()
     node.write(f"{UNITS}/pve-container@.service", "[Service]\nExecStart=/bin/true\n")
-    assert fine.look("container-units").codes == ["container-unit-overridden"]
+    fine.mend(fine.look("container-units").one("container-unit-overridden"))
+    assert fine.look("container-units").codes == []
+    node.write(f"{UNITS}/pve-container@.service", "[Service]\nExecStart=/bin/true\n")
     for path in (f"{UNITS}/pve-container@.service", f"{VENDOR}/pve-container@.service"):
         node.path(path).unlink()
     assert fine.look("container-units").codes == ["no-proxmox"]
@@ -525,6 +643,18 @@ def test_the_daemon_is_absent_silent_or_not_enabled(fine: FineNode) -> None:
     assert fine.look("daemon").codes == ["daemon-silent"]
     fine.node.path(f"{UNITS}/sockets.target.wants/pve-gpu-hostd.socket").unlink()
     assert "socket-not-enabled" in fine.look("daemon").codes
+    fine.node.path(f"{UNITS}/pve-gpu-hostd.socket").unlink()
+    mend = fine.look("daemon").one("socket-not-enabled")["mend"]
+    assert mend.startswith("apt install --reinstall ./pve-gpu-release_")
+    assert " && systemctl unmask pve-gpu-hostd.socket; systemctl enable --now pve-gpu-hostd.socket  # " in mend
+
+
+def test_a_daemon_that_is_masked(fine: FineNode) -> None:
+    fine.node.path(f"{UNITS}/pve-gpu-hostd.service").unlink()
+    fine.node.path(f"{UNITS}/pve-gpu-hostd.service").symlink_to("/dev/null")
+    found = fine.look("daemon")
+    assert found.codes == ["daemon-masked"]
+    assert found.one("daemon-masked")["mend"].startswith("systemctl unmask pve-gpu-hostd.service; ")
 
 
 def test_a_broken_configuration(fine: FineNode) -> None:
@@ -547,6 +677,13 @@ def test_a_release_that_was_killed_in_the_middle(fine: FineNode, ct: Container) 
     finding = fine.look("records").one("release-cut-off")
     assert finding["vmid"] == 129
     assert "at term" in finding["what"]
+    assert finding["mend"] == "pve-gpu-release 129"
+    again = [*command[:4], "129", "--no-daemon", "--now"]
+    dry = fine.node.run([*again, "--dry-run"])
+    assert dry.returncode == 3, dry.stderr
+    assert fine.look("records").codes == ["release-cut-off"]
+    assert fine.node.run(again).returncode == 0
+    assert fine.look("records").codes == []
 
 
 def test_starts_refused_and_stops_that_hang(fine: FineNode) -> None:
@@ -572,7 +709,10 @@ def test_the_run_directory(fine: FineNode) -> None:
     path.rename(fine.node.path("/run/moved"))
     assert fine.look("run-dir").codes == ["run-dir-missing"]
     fine.node.write("/run/pve-gpu-release", "")
-    assert "no directory" in fine.look("run-dir").one("run-dir")["what"]
+    found = fine.look("run-dir", "daemon")  # the daemon's socket is missing for that reason
+    assert found.codes == ["run-dir"]
+    assert "no directory" in found.one("run-dir")["what"]
+    assert "restart pve-gpu-hostd.socket" in found.one("run-dir")["mend"]
 
 
 def test_every_kind_is_produced_by_a_test() -> None:
