@@ -47,9 +47,9 @@ def radius_of(
     """The radius of a reset of the GPUs `wanted` (PCI addresses).
 
     `holders`: every holder of the node, with its owner. `dealt`: those of the container that the release dealt with, and
-    that could not be ended: the reset is for them, and for nobody else of the container either. `services`: units of the host that a reset may stop.
-    `vfio`: addresses that are bound to vfio-pci. `gpu_majors`: of the GPUs' device nodes: who merely has one open is
-    hit, too.
+    that could not be ended: the reset is for them, and for nobody else of the container either. `services`: units of the
+    host that a reset may stop. `vfio`: addresses that are bound to vfio-pci. `gpu_majors`: of the GPUs' device nodes: who
+    merely has one open is hit, too.
     """
     by_pci = {g.info.pci_bus_id: g for g in snapshot.gpus}
     reached = linked(by_pci, wanted)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hostd.climb import Climb
 from hostd.clock import boot_ticks_now, utc_now
@@ -39,6 +40,14 @@ class Effects:
     def kill_units(self, units: UnitStopper, holders: list[Holder]) -> Stopped:
         """Kills everything in the holders' units."""
         return units.kill(holders)
+
+
+@dataclass(slots=True)
+class Reached:
+    """Whom a rung has reached: some are held by a pidfd, the rest is known by pid and start time until there is room."""
+
+    pins: list[Pinned] = field(default_factory=list)
+    rest: list[ProcessRef] = field(default_factory=list)
 
 
 class Rungs:
@@ -76,22 +85,19 @@ class Rungs:
         if climb.first_signal_ticks is None:
             climb.first_signal_ticks = boot_ticks_now()
         if rung.step in (Step.STOP_UNIT, Step.CGROUP_KILL):
-            pins = self._deal_with_units(rung, record, targets)
+            reached = self._deal_with_units(rung, record, targets)
         else:
-            pins = self._signal(rung, record, targets)
+            reached = self._signal(rung, record, targets)
         begun_s, since = time.monotonic(), utc_now()
         gauge = MemoryGauge(climb.sources, climb.uuids(), climb.driver_limit_s)
         patience = self._patience(rung)
         try:
-            alive = self._wait(rung, pins, patience, gauge, observation, record)
+            alive = self._wait_for_all(rung, reached, patience, gauge, observation, record)
         finally:
             record.waited_ms = round((time.monotonic() - begun_s) * 1000)
             gauge.settle()
-            record.gone += sum(1 for pin in pins if pin.gone())
-            for pin in pins:
-                pin.close()
         if rung.step in (Step.KILL, Step.CGROUP_KILL) and not patience.moving:
-            climb.stuck += stuck_tasks(climb.sources.procfs, [pin.ref for pin in alive], since)
+            climb.stuck += stuck_tasks(climb.sources.procfs, alive, since)
         climb.listener.rung_done(climb.report, record)
 
     def end_restarters(self, observation: Observation) -> None:
@@ -125,8 +131,8 @@ class Rungs:
 
     # --- acting ---
 
-    def _deal_with_units(self, rung: Rung, record: RungRecord, targets: list[Holder]) -> list[Pinned]:
-        """Asks the supervisors of the targets, or kills their units; the pins of those that this has reached."""
+    def _deal_with_units(self, rung: Rung, record: RungRecord, targets: list[Holder]) -> Reached:
+        """Asks the supervisors of the targets, or kills their units."""
         ask = rung.step is Step.STOP_UNIT
         done = (
             self._effects.ask_units(self._units, targets, rung.grace_s)
@@ -134,7 +140,7 @@ class Rungs:
             else self._effects.kill_units(self._units, targets)
         )
         record.note = "; ".join(done.notes)
-        pins: list[Pinned] = []
+        reached = Reached()
         for holder in targets:
             if holder.ref not in done.reached:
                 continue
@@ -142,35 +148,38 @@ class Rungs:
             self._climb.dealt[holder.ref] = holder
             if ask:
                 self._climb.asked.add(holder.ref)
-            pin = self._pin(holder, record)
-            if pin is not None:
-                pins.append(pin)
-        return pins
+            reached.rest.append(holder.ref)
+        return reached
 
-    def _signal(self, rung: Rung, record: RungRecord, targets: Iterable[Holder]) -> list[Pinned]:
+    def _signal(self, rung: Rung, record: RungRecord, targets: list[Holder]) -> Reached:
         """Pin, check, act: a target whose identity or owner has changed since the look is left alone."""
-        pins: list[tuple[Pinned, Holder]] = []
+        reached = Reached()
         room = spare_descriptors()
-        for holder in targets:
-            if len(pins) >= room:
-                record.note = f"only {room} processes can be held at a time, the rest follows"
-                break
+        pinned = [(pin, holder) for holder in targets[:room] if (pin := self._pin(holder, record)) is not None]
+        for pin, holder in pinned:
+            if self._act(rung, pin, holder, record):
+                reached.pins.append(pin)
+            else:
+                pin.close()
+        for holder in targets[room:]:
             pin = self._pin(holder, record)
             if pin is not None:
-                pins.append((pin, holder))
-        ours: list[Pinned] = []
-        for pin, holder in pins:
-            if not self._is_ours(pin, record):
-                pin.close()
-                continue
-            ours.append(pin)
-            self._climb.dealt[holder.ref] = holder
-            if rung.step is Step.KILL:
-                self._climb.killed.add(holder.ref)
-            if rung.step is Step.TERM and holder.ref in self._termed:
-                continue  # an attempt that was cut off has sent it: a second TERM means "at once" to many programs
-            record.sent += self._send(pin, SIGNALS[rung.step], record)
-        return ours
+                with pin:
+                    if self._act(rung, pin, holder, record):
+                        reached.rest.append(holder.ref)
+        return reached
+
+    def _act(self, rung: Rung, pin: Pinned, holder: Holder, record: RungRecord) -> bool:
+        """Checks and signals one that is pinned; False when it is left alone."""
+        if not self._is_ours(pin, record):
+            return False
+        self._climb.dealt[holder.ref] = holder
+        if rung.step is Step.KILL:
+            self._climb.killed.add(holder.ref)
+        if rung.step is Step.TERM and holder.ref in self._termed:
+            return True  # an attempt that was cut off has sent it: a second TERM means "at once" to many programs
+        record.sent += self._send(pin, SIGNALS[rung.step], record)
+        return True
 
     def _is_ours(self, pin: Pinned, record: RungRecord) -> bool:
         """Identity and owner once more, right before the signal: while many are pinned one can be moved away."""
@@ -204,6 +213,46 @@ class Rungs:
         return pin
 
     # --- waiting ---
+
+    def _wait_for_all(
+        self,
+        rung: Rung,
+        reached: Reached,
+        patience: Patience,
+        gauge: MemoryGauge,
+        observation: Observation,
+        record: RungRecord,
+    ) -> list[ProcessRef]:
+        """Waits for those that are held, then for as many of the rest as can be held; who lives on in the end."""
+        alive: list[ProcessRef] = []
+        pins = reached.pins
+        while pins or reached.rest:
+            try:
+                self._wait(rung, pins, patience, gauge, observation, record)
+            finally:
+                alive += [pin.ref for pin in pins if not pin.gone()]
+                record.gone += sum(1 for pin in pins if pin.gone())
+                for pin in pins:
+                    pin.close()
+            pins = self._hold(reached, record)
+        return alive
+
+    def _hold(self, reached: Reached, record: RungRecord) -> list[Pinned]:
+        """Takes as many of the rest as can be held. They have been signalled: only who they are is asked."""
+        room = spare_descriptors()
+        now, reached.rest = reached.rest[:room], reached.rest[room:]
+        pins = []
+        for ref in now:
+            try:
+                pin = Pinned.pin(ref, self._climb.sources.procfs.read_ref)
+            except OSError as exc:
+                record.note = f"cannot hold pid {ref.pid}: {exc.strerror or exc}"
+                continue
+            if pin is None:
+                record.gone += 1
+            else:
+                pins.append(pin)
+        return pins
 
     def _patience(self, rung: Rung) -> Patience:
         climb = self._climb

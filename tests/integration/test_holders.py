@@ -397,3 +397,18 @@ def test_term_is_what_a_stopped_process_gets_first(product: Product, engine: Eng
     holder.main.wait_state("T")
     answer = product.release(129).must_be("released")
     assert answer.json["rungs"][0]["sent"] == 1 and dead(holder)
+
+
+@pytest.mark.parametrize("limit", [40, 64, 128])
+@pytest.mark.parametrize("words", [(), ("--now",)], ids=["term", "now"])
+def test_more_holders_than_descriptors(
+    node: Node, product: Product, container: Container, words: tuple[str, ...], limit: int
+) -> None:
+    """Each of them gets each rung's signal, however few can be held at a time."""
+    crowd = container.spawn_holder(open=ONE_GPU, crowd=150)
+    deaf = container.spawn_holder(open=ONE_GPU, ignore_term=True)
+    product.command = ("prlimit", f"--nofile={limit}:{limit}", *product.command)
+    answer = product.release(129, "--grace", "1", *words).must_be("released")
+    assert dead(crowd, deaf)
+    sent = {rung["step"]: rung["sent"] for rung in answer.json["rungs"]}
+    assert sent == ({"kill": 152} if words else {"term": 152, "kill": 1})
