@@ -15,6 +15,7 @@ import time
 from hostd import __version__, audit
 from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, load
 from hostd.lifecycle.event import Phase
+from hostd.model import DriverNumbers
 from hostd.service.api import Api, DaemonFacts, EventRequest, LookRequest, ReleaseRequest
 from hostd.service.driverwatch import DriverWatch
 from hostd.service.interface import INTERFACE, SOCKET_PATH
@@ -23,7 +24,10 @@ from hostd.service.notify import Notify, passed_listener, watchdog_period_s
 from hostd.service.recovery import Recovery
 from hostd.service.server import Caller, Outcome, Server, Worker
 from hostd.stopwatch import StopWatch
+from hostd.system.devices import read_driver_numbers
 
+AGAIN = 75
+"""Exit status (EX_TEMPFAIL) that asks systemd for a new start: RestartForceExitStatus= of the unit."""
 URL = "https://github.com/pve-gpu-release/pve-gpu-release"
 
 
@@ -42,7 +46,9 @@ class Daemon:
         self.facts.config_path = config_path
         api = Api(lambda: self.config, self.facts)
         api.on_pre_stop = lambda vmid: self.stops.arm(vmid)
+        self._numbers = _device_numbers()
         passed = passed_listener()
+        self._socket_passed = passed is not None
         self.server = Server(
             socket.socket(fileno=passed) if passed is not None else socket_path,
             api.methods(),
@@ -51,6 +57,7 @@ class Daemon:
             on_started=lambda worker: self._say_status(),
             on_finished=self._on_finished,
             log=lambda text: self._log.say(audit.internal_error("daemon", text)),
+            is_stale=lambda: self._socket_passed and self._is_stale(),
         )
         self.driver = DriverWatch(self.server, self._log.say, lambda: self.config.nvml.deadline_s)
         self.recovery = Recovery(self.server, self._log.say)
@@ -63,15 +70,17 @@ class Daemon:
         self._beat()
         notes = [] if self.facts.first_pid_namespace else ["this is not the machine's first PID namespace"]
         self._log.say(audit.daemon_started(__version__, notes))
+        self._note_notices()
         self._log.attach(self.server)
         self.recovery.run()
         self.stops.resume()
         self.driver.look()
         self._notify("READY=1", f"STATUS={self._status()}")
         self.server.run()
-        self._log.say(audit.daemon_stopped("asked to"))
+        stale = self._socket_passed and self._is_stale()
+        self._log.say(audit.daemon_stopped("the driver has other device numbers than at its start" if stale else "asked to"))
         self._log.close()
-        return 0
+        return AGAIN if stale else 0
 
     # --- signals ---
 
@@ -90,11 +99,18 @@ class Daemon:
             self.config = load(self._config_path, must_exist=self._must_exist)
             self.facts.config_error = ""
             self._log.say(audit.config_loaded(self._config_path))
+            self._note_notices()
         except BrokenConfigError as exc:
             self.facts.config_error = exc.problems[0]
             self._log.say(audit.config_failed(self._config_path, exc.problems, instead="the last good configuration"))
         self._notify("READY=1")
         self._say_status()
+
+    def _note_notices(self) -> None:
+        """A file that says something and could not be read for want of a package: what it says is not in force."""
+        if self.config.notices:
+            self.facts.config_error = self.config.notices[0]
+            self._log.say(audit.config_failed(self._config_path, self.config.notices, instead="the built-in defaults"))
 
     def _beat(self) -> None:
         """The watchdog's timer is the only one while the daemon is idle."""
@@ -105,6 +121,11 @@ class Daemon:
         self.server.call_at(time.monotonic() + period_s, self._beat)
 
     # --- requests ---
+
+    def _is_stale(self) -> bool:
+        """systemd resolves DeviceAllow=char-nvidia… when it starts us (systemd.resource-control(5)): a driver that was
+        loaded since, or again, has device nodes that our children cannot open."""
+        return _device_numbers() != self._numbers
 
     def _on_finished(self, worker: Worker, outcome: Outcome) -> None:
         self._say_status()
@@ -144,8 +165,16 @@ class Daemon:
         busy = sorted({_what(worker) for worker in self.server.workers})
         what = f"at work: {', '.join(busy[:5])}{' ...' if len(busy) > 5 else ''}" if busy else "idle"
         if self.facts.config_error:
-            what += f"; configuration broken, the last good one is in force: {self.facts.config_error}"
+            good = "" if self.config.notices else ", the last good one is in force"
+            what += f"; configuration broken{good}: {self.facts.config_error}"
         return what
+
+
+def _device_numbers() -> DriverNumbers | None:
+    try:
+        return read_driver_numbers()
+    except OSError:
+        return None
 
 
 def _catch_signals() -> tuple[int, int]:

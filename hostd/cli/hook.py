@@ -204,7 +204,8 @@ def read_config(path: str | None) -> tuple[Any, str]:
     from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, load
 
     try:
-        return load(path or DEFAULT_PATH, must_exist=path is not None), ""
+        config = load(path or DEFAULT_PATH, must_exist=path is not None)
+        return config, next(iter(config.notices), "")
     except BrokenConfigError as exc:
         return Config(), exc.problems[0]
 

@@ -81,7 +81,8 @@ def _daemon(daemon: Json | None) -> list[str]:
     busy = f", {count(daemon['workers'], 'request')} at work" if daemon["workers"] else ""
     found = [f"daemon   pve-gpu-hostd {daemon['version']}, pid {daemon['pid']}, since {daemon['since']}{busy}"]
     if daemon["config_error"]:
-        found.append(f"         configuration broken, the last good one is in force: {terminal.escape(daemon['config_error'])}")
+        good = "" if "built-in defaults" in daemon["config_error"] else ", the last good one is in force"
+        found.append(f"         configuration broken{good}: {terminal.escape(daemon['config_error'])}")
     if not daemon["first_pid_namespace"]:
         found.append("         not in the machine's first PID namespace: the driver's lists may be shortened here")
     return found

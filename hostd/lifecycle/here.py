@@ -75,11 +75,14 @@ def read_config(event: Event, journal: Journal) -> Config:
     """The configuration; a broken one is replaced by the built-in defaults, because a typo must not keep a container
     from starting (DESIGN 8). Said in the journal."""
     try:
-        return load(DEFAULT_PATH, must_exist=False)
+        config = load(DEFAULT_PATH, must_exist=False)
+        problems = config.notices
     except BrokenConfigError as exc:
+        config, problems = Config(), exc.problems
+    if problems:
         context = audit.Context(vmid=event.vmid, phase=event.phase.value, trigger=event.trigger)
-        journal.send(audit.config_failed(DEFAULT_PATH, exc.problems, instead="the built-in defaults", ctx=context))
-        return Config()
+        journal.send(audit.config_failed(DEFAULT_PATH, problems, instead="the built-in defaults", ctx=context))
+    return config
 
 
 def with_budgets(config: Config, vmid: int, shorten: Any) -> Config:

@@ -49,7 +49,10 @@ class Server:
         on_started: Callable[[Worker], None] | None = None,
         on_finished: Callable[[Worker, Outcome], None] | None = None,
         worker_keeps: Callable[[], Iterable[int]] = tuple,
+        is_stale: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_stale()` is asked before each call that takes a worker; True: this process is not fit for it any more, it
+        stops, and the caller does the work itself."""
         self.limits = limits or Limits()
         log = log or (lambda text: print(text, file=sys.stderr))
         self._version = version
@@ -68,6 +71,7 @@ class Server:
         lanes = {how.lane for how in self._methods.values() if isinstance(how, Forked)}
         if lanes - self.limits.workers.keys():
             raise ValueError(f"no limit for the lanes {lanes - self.limits.workers.keys()}")
+        self._is_stale = is_stale
         self._stop_at: float | None = None
         self._loop = Loop(log)
         self._loop.add(self)
@@ -193,6 +197,10 @@ class Server:
         leave = params.choice_or("on_disconnect", how.on_disconnect, ("cancel", "continue"))
         request = how.parse(params)
         job = Job(connection, connection.caller, call, how, request, "continue" if call.oneway else leave)
+        if self._is_stale():
+            self.stop()
+        if self.stopping:
+            raise stopping_error()
         if not (connection.gone and job.leave == "cancel"):
             self._jobs.add(job)
 

@@ -27,7 +27,9 @@ def switches(pid: int) -> int:
 
 def pss_kib(pid: int) -> int:
     return next(
-        int(line.split()[1]) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:")
+        int(line.split()[1])
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Pss:")
     )
 
 
@@ -116,6 +118,19 @@ def test_without_a_dependency_it_still_serves(
     assert answer.status == (4 if missing == "pynvml" else 0), answer.out
     assert job.terms() == 1
     assert idle_daemon.status()["daemon"]["pid"]
+
+
+def test_a_configuration_that_cannot_be_read_for_want_of_yaml_is_said(
+    idle_daemon: Daemon, product: Product, node: Node
+) -> None:
+    product.configure("hook: {on_dirty: block}\n")
+    node.write("/run/broken/run.py", BROKEN.format(missing="yaml", root=str(ROOT)))
+    idle_daemon.start(python_file="/run/broken/run.py")
+    said = idle_daemon.status()["daemon"]["config_error"]
+    assert "python3-yaml is not installed" in said and "built-in defaults" in said
+    assert "config-failed" in idle_daemon.stderr()
+    text = product.run("status").out
+    assert "python3-yaml is not installed" in text and "last good one" not in text
 
 
 BROKEN = """
