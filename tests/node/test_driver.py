@@ -51,6 +51,7 @@ def test_the_kernel_log_is_read_in_the_sandbox(node: VirtualNode) -> None:
         holder = node.containers[129].hold(open=("/dev/nvidia0", "/dev/nvidiactl"), alloc=("50:512:compute",))
         done = node.run(["pve-gpu-release", "129", "-v", "--now"])
         holder.end()
+        node.standin.holders.remove(holder)
         assert "kernel log was not read" not in done.stdout + done.stderr
     finally:
         node.remove("/dev/kmsg")
