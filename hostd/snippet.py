@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from hostd import __version__
 from hostd.errors import NoSuchContainerError, PgrError, RefusedError, UnreadableError
+from hostd.verdicts import say
 
 Json = dict[str, Any]
 NAME = "pve-gpu-release"
@@ -287,7 +288,7 @@ class Snippets:
             config = self._api.get(path)
         except UnreadableError as exc:
             if "does not exist" in exc.message or "no such" in exc.message.lower():
-                raise NoSuchContainerError(f"no container {vmid} on this node", vmid=vmid) from exc
+                raise _no_container(vmid) from exc
             raise
         if not isinstance(config, dict):
             raise UnreadableError(f"cannot understand Proxmox's answer to get {path}: {config!r:.80}", vmid=vmid)
@@ -309,19 +310,39 @@ class Snippets:
         known = self.storages.get(storage)
         return known.path(name) if known is not None and name else ""
 
+    def state(self, volume: str, text: str) -> str:
+        """`ours`, `chained` (ours, and it calls another), `chained-missing` (that one's file is not there: the container
+        does not start), `none`, `foreign`, `missing` (the file of the hookscript is not there)."""
+        if not volume:
+            return "none"
+        if not text:
+            return "missing"
+        if not is_ours(text):
+            return "foreign"
+        chained = chained_volume(text)
+        if not chained:
+            return "ours"
+        return "chained-missing" if self._is_missing(chained) else "chained"
+
     def enable(self, vmid: int, *, chain: bool, limit_s: float | None = None) -> Change:
         """Our hookscript on one container. A foreign one stays unless `chain`. Raises PgrError.
 
         `limit_s`: on the chained one; None: as it is, or the default.
         """
         volume, text, digest = self.current(vmid)
-        ours = is_ours(text) or is_our_name(volume)
+        ours = self._is_our_snippet(volume, text)
         _refuse_lost_chain(vmid, volume, text)
         chained = chained_volume(text) if ours else volume
+        if not ours and volume and self._is_missing(volume):
+            raise RefusedError(
+                f"container {vmid} has another hookscript, and its file is not there: {volume}",
+                next_step=f"pct set {vmid} -delete hookscript && pve-gpu-release hook enable {vmid}  # without that one",
+                vmid=vmid,
+            )
         if not ours and volume and not chain:
             raise RefusedError(
                 f"container {vmid} has another hookscript: {volume}",
-                next_step=f"pve-gpu-release hook enable --chain {vmid}: ours runs first and then calls it",
+                next_step=f"pve-gpu-release hook enable --chain {vmid}  # ours runs first and then calls it",
                 vmid=vmid,
             )
         storage = self._storage_for(volume if ours else "")
@@ -333,10 +354,14 @@ class Snippets:
             if not path or not os.access(path, os.X_OK):
                 raise RefusedError(
                     f"cannot chain {chained} of container {vmid}: it is no executable file of a storage that is here",
+                    next_step=f"pve-gpu-release hook disable {vmid} && pve-gpu-release hook enable {vmid}  # without that one"
+                    if ours
+                    else "",
                     vmid=vmid,
                 )
             self._refuse_shared_chain(vmid, target, chained)
             wanted = with_chain(wanted, path, chained, chain_limit(text) if limit_s is None else limit_s)
+        self._refuse_foreign_file(vmid, storage, name)
         changed = install(storage.path(name), wanted)
         if volume == target:
             what = "refreshed" if changed else "unchanged"
@@ -348,18 +373,40 @@ class Snippets:
     def disable(self, vmid: int) -> Change:
         """Takes ours off; a chained one is set again. A foreign hookscript is left alone."""
         volume, text, digest = self.current(vmid)
-        if not volume or not (is_ours(text) or is_our_name(volume)):
+        if not volume or not self._is_our_snippet(volume, text):
             return Change(vmid, "unchanged", f"container {vmid} has no hookscript of ours", volume)
         _refuse_lost_chain(vmid, volume, text)
-        before = chained_volume(text)
+        chained = chained_volume(text)
+        lost = bool(chained) and self._is_missing(chained)
+        before = "" if lost else chained
         self._set(vmid, before, digest)
-        if before and self._named_by(volume) == []:
+        if chained and self._named_by(volume) == []:
             try:
                 os.unlink(self.path_of(volume))
             except OSError:
                 pass  # another node's, or gone
         message = f"container {vmid}: hookscript removed" + (f", {before} is set again" if before else "")
+        message += f"; {chained} is not set again: its file is not there" if lost else ""
         return Change(vmid, "disabled", message, before)
+
+    def _is_our_snippet(self, volume: str, text: str) -> bool:
+        """By what stands in it; by its name only when it cannot be read."""
+        return is_ours(text) if text else is_our_name(volume)
+
+    def _is_missing(self, volume: str) -> bool:
+        """The storage is here, and the file is not in it."""
+        path = self.path_of(volume)
+        return bool(path) and not os.path.lexists(path)
+
+    def _refuse_foreign_file(self, vmid: int, storage: Storage, name: str) -> None:
+        """Raises RefusedError when somebody else's file has the name of our snippet."""
+        text = self.read(storage.volume(name))
+        if text and not is_ours(text):
+            raise RefusedError(
+                f"cannot install the hookscript for container {vmid}: {storage.path(name)} is there, and is not ours",
+                next_step=f"mv {storage.path(name)} {storage.path(name)}.own  # or --storage with another one",
+                vmid=vmid,
+            )
 
     def _refuse_shared_chain(self, vmid: int, target: str, chained: str) -> None:
         """Raises RefusedError when others have this container's snippet (clones), and it calls another script for them."""
@@ -401,7 +448,18 @@ class Snippets:
     def _storage_for(self, volume: str) -> Storage:
         """Where it is already, unless another one is asked for."""
         there = self.storages.get(split_volume(volume)[0]) if self._wanted is None else None
-        return there or choose_storage(self.storages.values(), self._wanted, self.nodes())
+        if there is not None and not is_noexec(there.folder):
+            return there
+        if self._wanted is not None and (asked := self.storages.get(self._wanted)) and is_noexec(asked.folder):
+            raise RefusedError(
+                f"cannot use storage {self._wanted}: {asked.folder} is mounted noexec, and no container would start with it",
+                next_step=f"choose from: {', '.join(sorted(self._startable())) or 'none'}",
+            )
+        return choose_storage(self._startable().values(), self._wanted, self.nodes())
+
+    def _startable(self) -> dict[str, Storage]:
+        """Those from which a program can be started."""
+        return {name: storage for name, storage in self.storages.items() if not is_noexec(storage.folder)}
 
     def _set(self, vmid: int, volume: str, digest: str) -> None:
         """Sets or deletes the hookscript and reads it back."""
@@ -426,7 +484,8 @@ class Snippets:
                 return file.read()
         except OSError as exc:
             raise UnreadableError(
-                f"cannot read {self._source}: {exc.strerror}", next_step=f"{REINSTALL}  # the file that it was installed from"
+                f"cannot read {self._source}: {exc.strerror}",
+                next_step=f"{REINSTALL}  # the file that it was installed from",
             ) from exc
 
 
@@ -436,6 +495,17 @@ def _entries(api: Api, path: str, **options: object) -> list[Json]:
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise UnreadableError(f"cannot understand Proxmox's answer to get {path}: {found!r:.80}")
     return found
+
+
+def _no_container(vmid: int) -> NoSuchContainerError:
+    """Names the node of the cluster that has it."""
+    from hostd.system.pve import Pve
+
+    node = Pve().find_node(vmid)
+    reason = "container-elsewhere" if node else "no-such-container"
+    message, step = say(reason, vmid=vmid, node=node)
+    step = f"ssh {node} pve-gpu-release hook status {vmid}" if node else step
+    return NoSuchContainerError(message, next_step=step, reason=reason, vmid=vmid)
 
 
 def _refuse_lost_chain(vmid: int, volume: str, text: str) -> None:
@@ -455,6 +525,14 @@ def is_our_name(volume: str) -> bool:
     """A volume that is named as ours is, though its file is not there (any more)."""
     name = split_volume(volume)[1]
     return name == NAME or (name.startswith(f"{NAME}-") and name[len(NAME) + 1 :].isdecimal())
+
+
+def is_noexec(folder: str) -> bool:
+    """It is on a file system that starts no programs (mount(8), noexec). Proxmox looks at the mode of the file alone."""
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return False
 
 
 def install(path: str, text: str) -> bool:

@@ -21,7 +21,7 @@ from hostd.cli.common import (
     whole,
 )
 from hostd.errors import NoSuchContainerError, PgrError, UsageError
-from hostd.snippet import CHAIN_LIMIT_S, Change, LocalApi, Snippets, chained_volume, is_our_name, is_ours
+from hostd.snippet import CHAIN_LIMIT_S, Change, LocalApi, Snippets, chained_volume, is_our_name
 from hostd.verdicts import exit_status, worst
 
 Json = dict[str, Any]
@@ -153,7 +153,7 @@ def show(args: argparse.Namespace) -> int:
             {
                 "vmid": number,
                 "hookscript": volume or None,
-                "state": hookscript_state(volume, text),
+                "state": snippets.state(volume, text),
                 "chained": chained_volume(text) or None,
                 "drop_in": drop_ins[UNITS[0]],
                 "drop_in_debug": drop_ins[UNITS[1]],
@@ -174,17 +174,6 @@ def show(args: argparse.Namespace) -> int:
         if problem:
             print(f"the configuration is broken, the defaults are shown: {terminal.escape(problem)}")
     return worst(statuses)
-
-
-def hookscript_state(volume: str, text: str) -> str:
-    """`ours`, `chained` (ours, and it calls another), `none`, `foreign`, `missing` (the file is not there)."""
-    if not volume:
-        return "none"
-    if not text:
-        return "missing"
-    if not is_ours(text):
-        return "foreign"
-    return "chained" if chained_volume(text) else "ours"
 
 
 def drop_in_state(unit: str) -> str:
@@ -224,6 +213,8 @@ def line_of(row: Json) -> list[str]:
     hookscript = row["state"]
     if row["state"] == "chained":
         hookscript = f"ours, then {row['chained']}"
+    elif row["state"] == "chained-missing":
+        hookscript = f"ours, then {row['chained']}, which is not there: it does not start"
     elif row["state"] in ("foreign", "missing"):
         hookscript = f"{row['state']}: {row['hookscript']}"
     drop_in = (

@@ -103,6 +103,22 @@ def test_a_chained_hookscript_has_a_limit(node: VirtualNode, ct: Container) -> N
     assert "/var/lib/vz/snippets/slow ended with 124; its limit is 1 s" in done.stdout + done.stderr
 
 
+def test_a_storage_that_starts_no_programs_is_refused(node: VirtualNode, ct: Container) -> None:
+    """Proxmox looks at the mode of the file alone, and the container does not start."""
+    node.run(["mkdir", "-p", "/srv/nx"])
+    node.run(["mount", "-t", "tmpfs", "-o", "noexec", "none", "/srv/nx"])
+    node.run(["mkdir", "/srv/nx/snippets"])
+    before = node.read("/etc/pve/storage.cfg")
+    node.write("/etc/pve/storage.cfg", before + "\ndir: nx\n\tpath /srv/nx\n\tcontent snippets\n\tshared 1\n")
+    try:
+        done = hook(node, "enable", "--storage", "nx", 129, check=False)
+        assert done.returncode == 7 and "mounted noexec" in done.stderr and "hookscript" not in ct.config
+        assert "local:snippets/pve-gpu-release" in hook(node, "enable", 129).stdout
+    finally:
+        node.write("/etc/pve/storage.cfg", before)
+        node.run(["umount", "/srv/nx"])
+
+
 def test_no_storage_for_snippets_is_said_and_none_is_made(node: VirtualNode, ct: Container) -> None:
     before = node.read("/etc/pve/storage.cfg")
     node.run(["pvesh", "set", "/storage/local", "-content", "images,rootdir"])

@@ -235,6 +235,49 @@ def test_whom_a_lost_snippet_called_is_not_guessed(api: FakeApi, how: str, verb:
     assert "pct set 129 --hookscript" in caught.value.next_step and api.configs[129] == before
 
 
+def test_a_chained_one_that_is_gone_is_said_and_has_a_way_out(api: FakeApi) -> None:
+    """With Proxmox such a container does not start."""
+    chain(api)
+    (api.folder / "snippets/other").unlink()
+    assert snippets(api).state(*snippets(api).current(129)[:2]) == "chained-missing"
+    with pytest.raises(RefusedError) as caught:
+        snippets(api).enable(129, chain=False)
+    assert "hook disable 129 && pve-gpu-release hook enable 129" in caught.value.next_step
+    done = snippets(api).disable(129)
+    assert "local:snippets/other is not set again" in done.message and api.configs[129] == {}
+    assert not (api.folder / "snippets/pve-gpu-release-129").exists()
+
+
+def test_another_hookscript_whose_file_is_gone_is_not_offered_to_be_chained(api: FakeApi) -> None:
+    api.configs[129]["hookscript"] = "local:snippets/gone"
+    for chain_it in (True, False):
+        with pytest.raises(RefusedError, match="its file is not there") as caught:
+            snippets(api).enable(129, chain=chain_it)
+        assert caught.value.next_step.startswith("pct set 129 -delete hookscript && ")
+
+
+def test_a_foreign_file_under_our_name_is_not_overwritten(api: FakeApi) -> None:
+    own = api.folder / "snippets/pve-gpu-release"
+    own.write_text("#!/bin/sh\necho mine\n")
+    own.chmod(0o755)
+    with pytest.raises(RefusedError, match="is not ours") as caught:
+        snippets(api).enable(129, chain=False)
+    assert "mv " in caught.value.next_step and "mine" in own.read_text()
+    api.configs[129]["hookscript"] = "local:snippets/pve-gpu-release"
+    with pytest.raises(RefusedError, match="another hookscript"):
+        snippets(api).enable(129, chain=False)
+    assert snippets(api).disable(129).outcome == "unchanged" and "mine" in own.read_text()
+
+
+def test_a_storage_that_starts_no_programs_gets_no_snippet(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostd.snippet.is_noexec", lambda folder: folder.startswith(str(api.folder)))
+    with pytest.raises(RefusedError, match="no storage"):
+        snippets(api).enable(129, chain=False)
+    with pytest.raises(RefusedError, match="mounted noexec"):
+        Snippets(api, storage="local", source=str(SCRIPT)).enable(129, chain=False)
+    assert not list((api.folder / "snippets").iterdir()) and "hookscript" not in api.configs[129]
+
+
 def test_a_storage_that_is_not_mounted_gets_no_snippet(api: FakeApi) -> None:
     api.active = 0
     with pytest.raises(RefusedError, match="no storage"):
