@@ -20,5 +20,13 @@ def boot_s() -> float:
 
 def utc_now() -> str:
     """ISO 8601 with milliseconds."""
-    now = time.time()
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+    return _utc(time.time())
+
+
+def utc_at(at_s: float) -> str:
+    """The same of a moment in seconds since boot."""
+    return _utc(time.time() - (boot_s() - at_s))
+
+
+def _utc(moment: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment % 1 * 1000):03d}Z"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostd import audit
-from hostd.clock import boot_s
+from hostd.clock import boot_s, utc_at
 from hostd.lifecycle.clearing import Taken, container_runs, members
 from hostd.lifecycle.records import Records, Snapshot, Watched
 from hostd.membership import is_init
@@ -142,7 +142,8 @@ def look_after(
     init = next((p for p in processes if p.ref == snapshot.init_ref), None) or _any_init(sources, processes)
     ending = init is not None and sources.procfs.is_ending(init.pid)
     others = [p for p in processes if init is None or p.ref != init.ref]
-    stuck = stuck_tasks(sources.procfs, [p.ref for p in processes]) if init is None or ending else []
+    since = utc_at(snapshot.at_s)
+    stuck = stuck_tasks(sources.procfs, [p.ref for p in processes], since) if init is None or ending else []
     finding = judge_stop(
         init_alive=init is not None,
         init_ending=ending,

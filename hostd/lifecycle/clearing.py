@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hostd.clock import utc_now
 from hostd.errors import is_gone
 from hostd.membership import is_init
 from hostd.model import BlindSpot, Process, ProcessRef, Stuck
@@ -137,12 +138,12 @@ def clear(
             done.spared, done.empty = True, False
             return done
         before_kill(done.processes)
-        done.killed = True
+        done.killed, since = True, utc_now()
         _kill(cgroup, sources.procfs)
         done.empty = dying.wait()
         if not done.empty:
             rest, _ = members(sources.procfs, cgroup)
-            done.stuck = stuck_tasks(sources.procfs, [p.ref for p in rest])
+            done.stuck = stuck_tasks(sources.procfs, [p.ref for p in rest], since)
             done.processes += [p for p in rest if p.ref not in {q.ref for q in done.processes}]
         return done
     except OSError as exc:

@@ -126,6 +126,8 @@ def test_a_stuck_task_is_named_with_the_way_out(daemon: Start, container: Contai
     began = time.monotonic()
     hook("exec-stop-post", INVOCATION_ID=INVOCATION)
     assert time.monotonic() - began < 15
+    why = next(h["stuck"] for h in hook.report()["holders"] if h["pid"] == holder.pid)
+    assert why["since"].endswith("Z") and why["since"][:10] <= time.strftime("%Y-%m-%d", time.gmtime())
     frozen.thaw()
     holder.wait_gone()
 
