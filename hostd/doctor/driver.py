@@ -28,6 +28,7 @@ ACTIONS = {
 }
 """Values of field 230 (FACTS) but 0, none."""
 KERNEL_LOG_BYTES = 32 << 20
+NO_FIGURES = "figures-unavailable"
 NO_MODULE = "cannot import pynvml"
 """As the NVML child says it."""
 NO_DRIVER = Skipped("no driver is loaded")
@@ -103,7 +104,9 @@ def health(facts: Facts) -> Results:
     for spot in look.snapshot.blind_spots:
         yield Blind(spot.what, spot.error)
     for gpu in look.snapshot.gpus:
-        if gpu.error:
+        if gpu.error_code == NO_FIGURES:
+            yield found(NO_FIGURES, f"{gpu.error_code}: {gpu.error}", gpu=gpu_name(gpu.info), error=gpu.error)
+        elif gpu.error:
             yield found("gpu-lost", f"{gpu.error_code}: {gpu.error}", gpu=gpu_name(gpu.info), error=gpu.error)
         action = gpu.recovery_action or 0
         if action:
@@ -177,7 +180,7 @@ def read_kernel_log(path: str = kmsg.PATH) -> list[Xid]:
 def _answered(facts: Facts) -> list[NvmlGpu]:
     """GPUs that the driver has answered for. Raises CannotLookError when it said nothing."""
     look: Look = facts.get("look")
-    gpus = [gpu for gpu in look.snapshot.gpus if not gpu.error]
+    gpus = [gpu for gpu in look.snapshot.gpus if not gpu.error or gpu.error_code == NO_FIGURES]
     if facts.driver.present and not gpus and look.snapshot.blind_spots:
         spot = look.snapshot.blind_spots[0]
         raise CannotLookError(f"the driver does not answer ({spot.error})")

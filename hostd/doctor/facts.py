@@ -36,6 +36,8 @@ from hostd.system.pve import ContainerConfig, Pve, VmPassthrough
 
 PVE_DEADLINE_S = 2.0
 TOOL_DEADLINE_S = 5.0
+PER_UNIT_S = 0.02
+"""systemd loads a unit that nobody has used yet: 800 take more than 5 s."""
 CONTAINER_UNIT = "pve-container@.service"
 _MAX_SILENT = 2
 """Configurations that may cost their deadline before the rest is not tried."""
@@ -300,7 +302,7 @@ class Facts:
         vmids = sorted({*self.get("runtime"), *self.gpu_containers_or_none()}) or [100]
         names = [f"pve-container{kind}@{vmid}.service" for vmid in vmids for kind in ("", "-debug")]
         argv = [SYSTEMCTL, "show", "--no-pager", f"--property={SHOWN}", "pve-gpu-hostd.socket", "pve-gpu-hostd.service"]
-        done = run_tool([*argv, *names], TOOL_DEADLINE_S)
+        done = run_tool([*argv, *names], TOOL_DEADLINE_S + PER_UNIT_S * len(names))
         if done.status:
             raise CannotLookError(f"cannot ask systemd: {done.err.strip() or f'exit status {done.status}'}")
         return parse_show(done.out)

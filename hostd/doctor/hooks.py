@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Generator
 
@@ -18,8 +19,8 @@ from hostd.doctor.shell import Shell, word
 from hostd.doctor.units import DROPIN, VENDOR, UnitFile, UnitFiles
 from hostd.errors import is_gone
 
-MARK = b"pve-gpu-release"
-"""In every snippet of ours, chained ones included."""
+CALL = "hookscripts/pve-gpu-release"
+"""What a script of somebody else's runs that calls ours itself."""
 UNITS = ("pve-container@.service", "pve-container-debug@.service")
 SOURCES_OF_START = frozenset(("ExecStart", "ExecStop", "KillMode", "Type", "Delegate", "Slice"))
 RESETS = ("ExecStartPre", "ExecStopPost")
@@ -31,41 +32,40 @@ _HEAD_BYTES = 1 << 16
 
 def hookscripts(facts: Facts) -> Results:
     yield from facts.unread
-    local: set[str] = set()
+    local: dict[str, str] = {}
     for vmid, config in facts.get("gpu_containers").items():
         if not config.hookscript:
             yield found("no-hookscript", f"configuration of container {vmid}: no hookscript line", vmid=vmid)
             continue
-        storage = yield from _hookscript(facts, vmid, config.hookscript)
-        if storage is not None and not storage.shared:
-            local.add(config.hookscript)
+        path = yield from _hookscript(facts, vmid, config.hookscript)
+        if path:
+            local[config.hookscript] = path
     others = facts.get("other_nodes")
-    for volume in sorted(local) if others else ():
-        look = Shell("; ".join(f"ssh {word(node)} pve-gpu-release doctor" for node in others))
+    for volume, path in sorted(local.items()) if others else ():
+        copy = Shell("; ".join(f"scp -p {word(path)} {word(f'{node}:{path}')}" for node in others))
         told = ", ".join(others)
-        yield found("snippet-other-nodes", f"nodes: {told}", volume=volume, nodes=told, look=look)
+        yield found("snippet-other-nodes", f"nodes: {told}", volume=volume, nodes=told, copy=copy)
 
 
-def _hookscript(facts: Facts, vmid: int, text: str) -> Generator[Finding | Blind, None, Storage | None]:
-    """The storage when the snippet is there and fine."""
+def _hookscript(facts: Facts, vmid: int, text: str) -> Generator[Finding | Blind | Skipped, None, str]:
+    """The snippet's path when it is there, can be run, and other nodes do not see the same file; else empty."""
     volume = parse_volume(text)
     storage: Storage | None = facts.get("storages").get(volume.storage) if volume else None
-    if volume is None or storage is None:
-        why = "it is no snippet volume" if volume is None else f"there is no storage {volume.storage}"
+    if volume is None or storage is None or not storage.snippets:
+        name = "" if volume is None else volume.storage
+        why = f"storage {name} has no directory" if storage else f"there is no storage {name}"
+        why = why if volume else "it is no snippet volume"
         mend = mends.enable(vmid, "")
         node = facts.node_name
         yield found("snippet-storage", f"hookscript: {text}", vmid=vmid, volume=text, node=node, why=why, mend=mend)
-        return None
+        return ""
     for node in (facts.node_name, *facts.get("other_nodes")):
         objection = storage.objection(node)
         restricted = storage.nodes and node not in storage.nodes
         if objection and (node == facts.node_name or restricted):
-            mend = mends.open_storage(storage, node) or mends.enable(vmid, "")
-            yield found(
-                "snippet-storage", f"storage.cfg: {objection}", vmid=vmid, volume=text, node=node, why=objection, mend=mend
-            )
-            if node == facts.node_name:
-                return None
+            # Proxmox asks neither for content nor for nodes when it runs a hookscript (PVE::GuestHelpers).
+            seen, mend = f"storage.cfg: {objection}", mends.open_storage(storage, node)
+            yield found("snippet-storage-closed", seen, vmid=vmid, volume=text, node=node, why=objection, mend=mend)
     path = os.path.join(storage.snippets, volume.name)
     try:
         info = os.stat(path)
@@ -73,21 +73,67 @@ def _hookscript(facts: Facts, vmid: int, text: str) -> Generator[Finding | Blind
     except (OSError, ValueError) as exc:  # ValueError: a NUL byte in the path
         if not isinstance(exc, OSError) or not is_gone(exc):
             yield Blind(f"hookscript {text} of container {vmid}", str(exc))
-            return None
+            return ""
         mend = mends.enable(vmid, text)
         yield found("snippet-missing", f"{path}: {exc.strerror}", vmid=vmid, volume=text, path=path, enable=mend)
-        return None
-    if not stat.S_ISREG(info.st_mode) or not info.st_mode & 0o111:
+        return ""
+    if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
         evidence = f"{path}: mode {stat.filemode(info.st_mode)}"
-        aside = f"mv {word(path)} {word(f'{path}.off')} && {mends.enable(vmid, text)}"
-        mend = Shell(f"chmod 755 {word(path)}" if stat.S_ISREG(info.st_mode) else aside)
-        yield found("snippet-not-executable", evidence, vmid=vmid, volume=text, path=path, mend=mend)
-        return None
-    if MARK not in content:
+        why, mend = _cannot_run(path, info, mends.enable(vmid, text))
+        yield found("snippet-not-executable", evidence, vmid=vmid, volume=text, why=why, mend=mend)
+        return ""
+    if not calls_us(content.decode("utf-8", "replace")):
         yield found("foreign-hookscript", f"{path} does not call pve-gpu-release", vmid=vmid, volume=text)
     elif is_outdated(content, _shipped_snippet()):
         yield found("snippet-outdated", f"{path} differs from {SHIPPED}", vmid=vmid, volume=text, path=path)
-    return storage
+    yield from _chained(vmid, content.decode("utf-8", "surrogateescape"))
+    return "" if storage.shared else path
+
+
+def _cannot_run(path: str, info: os.stat_result, instead: Shell) -> tuple[str, Shell]:
+    """Why a file cannot be executed, and what makes it so."""
+    if not stat.S_ISREG(info.st_mode):
+        return f"{path} is no file", Shell(f"mv {word(path)} {word(f'{path}.off')} && {instead}")
+    if not info.st_mode & 0o111:
+        return f"{path} is not executable", Shell(f"chmod 755 {word(path)}")
+    return f"{path} is on a file system mounted noexec", mends.remount(path, "exec")
+
+
+def _chained(vmid: int, text: str) -> Results:
+    """The other hookscript that a snippet of ours calls."""
+    chained = snippet.chained_volume(text) if snippet.is_ours(text) else ""
+    path = chained_path(text) if chained else ""
+    if not path:
+        return
+    instead = mends.enable(vmid, chained)
+    why, mend = "does not exist", instead
+    try:
+        info = os.stat(path)
+        if stat.S_ISREG(info.st_mode) and os.access(path, os.X_OK):
+            return
+        why, mend = _cannot_run(path, info, instead)
+        why = f"cannot be executed: {why}"
+    except (OSError, ValueError) as exc:
+        if not isinstance(exc, OSError) or not is_gone(exc):
+            yield Blind(f"hookscript {chained}, chained for container {vmid}", str(exc))
+            return
+    yield found("chained-missing", f"{path}: {why}", vmid=vmid, chained=chained, path=path, why=why, mend=mend)
+
+
+def chained_path(text: str) -> str:
+    """The file behind `chained=` of a snippet of ours; empty when there is none."""
+    for line in text.splitlines():
+        if line.startswith("chained="):
+            try:
+                return next(iter(shlex.split(line.removeprefix("chained="), comments=True)), "")
+            except ValueError:  # a quotation without end: nobody can run that
+                return ""
+    return ""
+
+
+def calls_us(text: str) -> bool:
+    """A snippet of ours, or a script of somebody's with a line that calls our hookscript."""
+    return snippet.is_ours(text) or any(CALL in line.partition("#")[0] for line in text.splitlines())
 
 
 def _shipped_snippet() -> bytes:
@@ -122,10 +168,18 @@ def container_units(facts: Facts) -> Results:
     if files.find(UNITS[0]) is None:
         yield found("no-proxmox", f"no {UNITS[0]} in {', '.join(files.search)}")
         return
+    yield from check_target(SHIPPED)
     for name in UNITS:
         unit = files.find(name)
         if unit is not None:
             yield from check_unit(name, unit, files.dropins(name))
+
+
+def check_target(path: str) -> Results:
+    """What the drop-ins run, if they can."""
+    if not os.access(path, os.X_OK):
+        why = "cannot be executed" if os.path.exists(path) else "does not exist"
+        yield found("dropin-target", f"{path} {why}", path=path)
 
 
 def check_unit(name: str, unit: UnitFile, dropins: list[UnitFile]) -> Results:

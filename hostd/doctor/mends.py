@@ -40,7 +40,9 @@ def make_node(path: str, vmid: int, key: str, mount: MountEntry | None) -> Shell
             f"grep -rlx {word(f'DeviceFileMinor: {number[2]}')} {CAPABILITIES} | xargs -rn1 nvidia-modprobe -f"
             "  # makes nothing when its MIG instance is gone: nvidia-smi mig -lgi"
         )
-    why = f"the driver's GPUs are {', '.join(gpus)}" if number else "nothing of the driver's is known to make it"
+    why = "nothing of the driver's is known to make it"
+    if number:
+        why = f"the driver has {', '.join(gpus)} now: unless a GPU is missing, which a reboot of the node may bring back"
     return Shell(f"{_take_out(vmid, key, mount)}  # {remark(why)}")
 
 
@@ -105,17 +107,22 @@ def enable(vmid: int, volume: str) -> Shell:
     return Shell(ours if volume.endswith(f":snippets/{NAME}") else f"pct set {vmid} -delete hookscript && {ours}")
 
 
-def open_storage(storage: Storage, node: str) -> Shell | None:
-    """What answers its objection; None where no option of the storage does."""
+def open_storage(storage: Storage, node: str) -> Shell:
+    """What answers its objection on that node."""
     command = f"pvesm set {word(storage.name)}"
     if storage.disabled:
         return Shell(f"{command} --disable 0")
     if storage.nodes and node not in storage.nodes:
         return Shell(f"{command} --nodes {word(','.join(sorted({*storage.nodes, node})))}")
-    if "snippets" not in storage.content and storage.snippets:
-        content = sorted({*storage.content, "snippets"} - {"", "none"})
-        return Shell(f"{command} --content {word(','.join(content))}")
-    return None
+    content = sorted({*storage.content, "snippets"} - {"", "none"})
+    return Shell(f"{command} --content {word(','.join(content))}")
+
+
+def remount(path: str, option: str) -> Shell:
+    """The file system that a path is on, with another option."""
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return Shell(f"mount -o remount,{option} {word(path)}  # for now: what mounts it says otherwise")
 
 
 # --- units -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hostd.doctor.finding import Results, Skipped
 from hostd.doctor.kinds import found
 from hostd.doctor.kinds.hooks import FROM_FILE, RELOADED
 from hostd.doctor.kinds.product import MAKE_RUN_DIR
+from hostd.doctor.mends import remount
 from hostd.doctor.shell import Shell, remark, word
 from hostd.lifecycle.records import Records, Started, Watched
 from hostd.lock import RUN_DIR
@@ -131,3 +132,17 @@ def run_dir(_facts: Facts) -> Results:
         why = f"mode {stat.S_IMODE(info.st_mode):04o}, owner {info.st_uid}; expected 0700 and root"
         mend = Shell(f"chown root:root {RUN_DIR} && chmod 700 {RUN_DIR}")
         yield found("run-dir", evidence, why=why, mend=mend)
+    if stat.S_ISDIR(info.st_mode):
+        yield from _room(os.statvfs(RUN_DIR))
+
+
+def _room(room: os.statvfs_result) -> Results:
+    evidence = f"{room.f_bavail} of {room.f_blocks} blocks and {room.f_favail} of {room.f_files} inodes are free"
+    if room.f_flag & os.ST_RDONLY:
+        mend = remount(RUN_DIR, "rw")
+        yield found("run-dir-full", f"{evidence}; read-only", why="it is mounted read-only", mend=mend)
+    elif room.f_blocks and not room.f_bavail:
+        yield found("run-dir-full", evidence, why="its file system is full", mend=remount(RUN_DIR, "size=50%"))
+    elif room.f_files and not room.f_favail:
+        mend = remount(RUN_DIR, "nr_inodes=1m")
+        yield found("run-dir-full", evidence, why="its file system has no inode left", mend=mend)

@@ -64,7 +64,7 @@ HOSTILE = "a'b; >x #\n`>x`$(>x)\x1b[0m\ud800"
 def test_every_advice_can_be_pasted_whatever_the_finding_is_about(kind: Kind) -> None:
     fields = {name for _, name, _, _ in Formatter().parse(kind.what + kind.mend) if name}
     given = dict.fromkeys(fields - {"vmid"}, HOSTILE)
-    given |= {name: COMPUTED for name in ("mend", "make", "enable", "command", "advice", "look") if name in fields}
+    given |= {name: COMPUTED for name in ("mend", "make", "enable", "command", "advice", "copy") if name in fields}
     given |= {"setting": Shell(""), "recursive": Shell("-r ")}
     said = objection(found(kind.code, "", vmid=129, **given).mend)
     assert said == ""
@@ -406,6 +406,14 @@ def test_unit_files_by_directory_and_drop_ins_by_name(tmp_path: Path) -> None:
     (etc / "y.wants/z.service").symlink_to("/nowhere")
     assert files.enabled("z.service")
     assert files.matching("x@", ".service") == ["x@.service"]
+
+
+def test_what_the_drop_ins_run_has_to_be_there(tmp_path: Path) -> None:
+    assert codes(hooks.check_target(hooks.SHIPPED)) == []
+    path = tmp_path / "pve-gpu-release"
+    assert codes(hooks.check_target(str(path))) == ["dropin-target"]
+    path.touch(0o644)
+    assert codes(hooks.check_target(str(path))) == ["dropin-target"]
 
 
 def test_the_shipped_drop_ins_are_fine() -> None:

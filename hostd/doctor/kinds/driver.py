@@ -6,6 +6,8 @@ from hostd.doctor.finding import Kind, Severity
 from hostd.doctor.mends import NODES
 
 E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
+AGAIN = "systemctl try-restart pve-gpu-hostd"
+"""The daemon's device filter has the majors of the driver that was loaded when it started."""
 
 ROWS = (
     Kind(
@@ -18,7 +20,7 @@ ROWS = (
     Kind(
         "driver-not-loaded", E, "driver",
         "no NVIDIA driver is loaded, but {containers} are given GPUs",
-        f"modprobe nvidia && {NODES}  # if that fails: dkms status; journalctl -k -g nvidia",
+        f"modprobe nvidia && {NODES} && {AGAIN}  # if that fails: dkms status; journalctl -k -g nvidia",
         "After a kernel update without matching module the containers start without a GPU, or not at all.",
         "/proc/devices, configurations of containers",
     ),
@@ -26,7 +28,8 @@ ROWS = (
         "driver-mismatch", E, "nvml",
         "the driver's library and its kernel module are of different versions",
         "systemctl stop nvidia-persistenced; modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia && modprobe nvidia && "
-        f"{NODES}; systemctl start nvidia-persistenced  # when nothing is on the GPUs (pve-gpu-release ps); else reboot the node",
+        f"{NODES} && {AGAIN}; systemctl start nvidia-persistenced"
+        "  # when nothing is on the GPUs (pve-gpu-release ps); else reboot the node",
         "NVML refuses to answer (\"Driver/library version mismatch\"): verdicts are `unknown`, never `released`.",
         "nvmlInit, /proc/driver/nvidia/version",
     ),
@@ -77,6 +80,13 @@ ROWS = (
         "{gpu} cannot be asked: {error}",
         "journalctl --no-pager -k -g Xid  # then reset the GPU or reboot the node",
         "A lost GPU is `unknown`, never free.",
+        "NVML",
+    ),
+    Kind(
+        "figures-unavailable", N, "gpu-health",
+        "the driver gives no memory figures for {gpu}: {error}",
+        "pve-gpu-release ps  # nothing is needed; --no-verify-memory accepts a release without figures",
+        "MIG or vGPU: holders are found and ended; that the memory came back cannot be proven, the verdict is `unknown`.",
         "NVML",
     ),
     Kind(

@@ -33,9 +33,9 @@ ROWS = (
     ),
     Kind(
         "snippet-not-executable", E, "hookscripts",
-        "the hookscript {volume} of container {vmid} is not executable ({path}): the container does not start",
+        "the hookscript {volume} of container {vmid} cannot be executed ({why}): the container does not start",
         "{mend}",
-        "Proxmox refuses a start with \"script is not executable\".",
+        "Proxmox refuses a start with \"script is not executable\", or cannot run it (a file system mounted noexec).",
         "storage.cfg, stat of the file",
     ),
     Kind(
@@ -46,10 +46,24 @@ ROWS = (
         "storage.cfg",
     ),
     Kind(
+        "snippet-storage-closed", W, "hookscripts",
+        "the hookscript {volume} of container {vmid} is on a storage that is closed to it on node {node}: {why}",
+        "{mend}",
+        "The container starts as long as the file is there, but the hookscript can be neither chosen nor refreshed.",
+        "storage.cfg",
+    ),
+    Kind(
+        "chained-missing", E, "hookscripts",
+        "the hookscript {chained} that ours calls for container {vmid} {why} ({path}): the container does not start",
+        "{mend}",
+        "A chained hookscript that cannot be run fails a start, as it would without us.",
+        "content of the snippet, stat of the file that it calls",
+    ),
+    Kind(
         "snippet-other-nodes", N, "hookscripts",
         "the hookscript {volume} is on a storage that is not shared: it has to be on {nodes} too, which cannot be seen "
         "from here",
-        "{look}  # where it is missing: " + f"{REINSTALL}, then pve-gpu-release hook enable for a container",
+        "{copy}  # the same file does on every node; the package has to be installed there, too",
         "After a migration or by HA the container starts there, and does not if the snippet is missing.",
         "storage.cfg, nodes of the cluster",
     ),
@@ -66,6 +80,13 @@ ROWS = (
         RELOADED + FROM_FILE,
         "On these paths Proxmox runs no hookscript.",
         "*.service.d directories of systemd",
+    ),
+    Kind(
+        "dropin-target", E, "container-units",
+        "what our drop-ins call is missing or cannot be run ({path}): they do nothing",
+        RELOADED + FROM_FILE,
+        "The drop-ins do not fail a start when the package is gone; so they say nothing when only this file is.",
+        "access of the file",
     ),
     Kind(
         "dropin-masked", E, "container-units",

@@ -81,6 +81,13 @@ ROWS = (
         "lstat of /run/pve-gpu-release",
     ),
     Kind(
+        "run-dir-full", W, "run-dir",
+        "nothing can be written to /run/pve-gpu-release: {why}",
+        "{mend}",
+        "Releases go on, but leave no snapshot and no record: a release that is cut off cannot be finished.",
+        "statvfs of /run/pve-gpu-release",
+    ),
+    Kind(
         "run-dir-missing", N, "run-dir",
         "/run/pve-gpu-release does not exist yet",
         MAKE_RUN_DIR,

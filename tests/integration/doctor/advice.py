@@ -7,9 +7,9 @@ import subprocess
 
 COMMANDS = frozenset(
     (
-        *("apt", "cat", "cd", "chmod", "chown", "dpkg", "echo", "grep", "journalctl", "lspci", "lxc-unfreeze", "mkdir"),
+        *("apt", "cat", "cd", "chmod", "chown", "dpkg", "echo", "grep", "journalctl", "lspci", "lxc-unfreeze", "mkdir", "mount"),
         *("modprobe", "mv", "nvidia-cuda-mps-control", "nvidia-modprobe", "nvidia-smi", "pct", "printf", "proxmox-boot-tool"),
-        *("pve-gpu-release", "pvesm", "python3", "qm", "rm", "sed", "sh", "ssh", "systemctl", "systemd-tmpfiles", "tar"),
+        *("pve-gpu-release", "pvesm", "python3", "qm", "rm", "scp", "sed", "sh", "ssh", "systemctl", "systemd-tmpfiles", "tar"),
         *("update-grub", "xargs"),
     )
 )

@@ -15,11 +15,13 @@ import pytest
 from hostd.doctor.kinds import KINDS
 from hostd.doctor.runner import CHECKS
 from hostd.lifecycle.records import Started, Watched
+from hostd.snippet import with_chain
 from hostd.system.pidns import first_namespace
 from tests.embedded.node import MISMATCH, Container, wait_until
 
 from .conftest import CONFIG, DAEMON_SOCKET, REPOSITORY, SNIPPETS, STORAGE, UNITS, VENDOR, FineNode
 
+MS_NOEXEC = 8
 DROPIN = "50-pve-gpu-release.conf"
 ONE_GPU = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
 
@@ -352,7 +354,7 @@ def test_nodes_that_the_unit_does_not_make_have_commands_of_their_own(fine: Fine
     paths = ("/dev/nvidia9", "/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-modeset", "/dev/nvidia-nvswitchctl", "/dev/nvidia-x")
     fine.node.configure(129, "".join(f"dev{number}: {path}\n" for number, path in enumerate(paths)))
     mends = {f["what"].split()[0]: f["mend"] for f in fine.look("device-nodes").json["findings"]}
-    assert mends["/dev/nvidia9"].startswith("pct set 129 -delete dev0  # the driver's GPUs are /dev/nvidia")
+    assert mends["/dev/nvidia9"].startswith("pct set 129 -delete dev0  # the driver has /dev/nvidia")
     assert "'DeviceFileMinor: 1'" in mends["/dev/nvidia-caps/nvidia-cap1"]
     assert mends["/dev/nvidia-modeset"] == "nvidia-modprobe -m"
     assert mends["/dev/nvidia-nvswitchctl"] == "nvidia-modprobe -s -c 255"
@@ -419,7 +421,8 @@ def test_rules_that_miss_or_name_a_stale_major(fine: FineNode) -> None:
     assert fine.look("device-rules").one("uvm-not-given")["mend"].startswith("pct config 129  # every devN is in use")
     fine.node.configure(129, CONFIG)
     fine.node.control(mig=1)
-    assert fine.look("device-rules").codes == ["caps-not-given"]
+    found = fine.look("device-rules", "gpu-health", "persistence")
+    assert sorted(found.codes) == ["caps-not-given", "figures-unavailable", "figures-unavailable", "persistenced-absent"]
 
 
 # --- containers ------------------------------------------------------------------------------------------------------
@@ -530,7 +533,7 @@ def test_hookscripts(fine: FineNode) -> None:
     fine.mend(fine.look("hookscripts").one("snippet-not-executable"))
     assert fine.look("hookscripts").codes == []
     shipped = script.read_bytes()
-    node.write(f"{SNIPPETS}/pve-gpu-release", shipped.replace(b"chained=", b"chained=/x # local:snippets/x"), 0o755)
+    node.write(f"{SNIPPETS}/pve-gpu-release", shipped.replace(b"chained=", b"chained=/usr/bin/true # local:snippets/x"), 0o755)
     assert fine.look("hookscripts").codes == []
     node.write(f"{SNIPPETS}/pve-gpu-release", shipped + b"# another version\n", 0o755)
     assert fine.look("hookscripts").one("snippet-outdated")["mend"] == "pve-gpu-release hook enable 129"
@@ -553,21 +556,53 @@ def test_a_snippet_that_another_node_cannot_have(fine: FineNode) -> None:
     assert fine.look("hookscripts").codes == ["snippet-other-nodes"]
     fine.pve("storage.cfg", STORAGE + "\tnodes pve8\n")
     found = fine.look("hookscripts")
-    assert "cannot be on node pve9" in found.one("snippet-storage")["what"]
-    assert found.one("snippet-storage")["mend"] == "pvesm set local --nodes pve8,pve9"
+    assert found.codes == ["snippet-storage-closed", "snippet-other-nodes"]
+    assert "on node pve9" in found.one("snippet-storage-closed")["what"]
+    assert found.one("snippet-storage-closed")["mend"] == "pvesm set local --nodes pve8,pve9"
+    copy = f"scp -p {SNIPPETS}/pve-gpu-release pve9:{SNIPPETS}/pve-gpu-release"
+    assert found.one("snippet-other-nodes")["mend"].startswith(f"{copy}  # ")
     fine.pve("storage.cfg", STORAGE + "\tnodes pve9\n")
-    assert "cannot be on node pve8" in fine.look("hookscripts").one("snippet-storage")["what"]
+    assert "on node pve8" in fine.look("hookscripts").one("snippet-storage-closed")["what"]
     fine.pve("storage.cfg", STORAGE + "\tshared 1\n")
     assert fine.look("hookscripts").codes == []
+
+
+def test_a_storage_that_is_closed_hides_nothing_of_the_file_that_is_on_it(fine: FineNode) -> None:
+    """Proxmox runs a hookscript whatever the storage says of its content; one of no storage it cannot find."""
+    fine.node.configure(129, CONFIG)
     fine.pve("storage.cfg", "dir: local\n\tpath /run/vz\n\tcontent iso\n")
-    finding = fine.look("hookscripts").one("snippet-storage")
-    assert "does not allow snippets" in finding["what"]
-    assert finding["mend"] == "pvesm set local --content iso,snippets"
+    finding = fine.look("hookscripts").one("snippet-storage-closed")
+    assert (finding["severity"], finding["mend"]) == ("warning", "pvesm set local --content iso,snippets")
     fine.pve("storage.cfg", "dir: local\n\tpath /run/vz\n\tcontent none\n\tdisable\n")
-    assert fine.look("hookscripts").one("snippet-storage")["mend"] == "pvesm set local --disable 0"
+    assert fine.look("hookscripts").one("snippet-storage-closed")["mend"] == "pvesm set local --disable 0"
+    fine.node.path(f"{SNIPPETS}/pve-gpu-release").unlink()
+    assert fine.look("hookscripts").codes == ["snippet-storage-closed", "snippet-missing"]
     fine.node.configure(129, "dev0: /dev/nvidia0\nhookscript: gone:snippets/a'b.sh\n")
     mend = fine.look("hookscripts").one("snippet-storage")["mend"]
     assert mend == "pct set 129 -delete hookscript && pve-gpu-release hook enable 129"
+
+
+def test_a_hookscript_that_cannot_be_run_where_it_is(fine: FineNode) -> None:
+    """A file system mounted noexec; another hookscript that ours calls."""
+    node = fine.node
+    node.configure(129, CONFIG)
+    script = node.read(f"{SNIPPETS}/pve-gpu-release")
+    node.init.mount("noexec", SNIPPETS, "tmpfs", MS_NOEXEC)
+    node.write(f"{SNIPPETS}/pve-gpu-release", script, 0o755)
+    finding = fine.look("hookscripts").one("snippet-not-executable")
+    assert "mounted noexec" in finding["what"]
+    fine.mend(finding)
+    assert fine.look("hookscripts").codes == []
+    node.write(f"{SNIPPETS}/pve-gpu-release", with_chain(script, f"{SNIPPETS}/it's own.sh", "local:snippets/it's own.sh", 5), 0o755)
+    finding = fine.look("hookscripts").one("chained-missing")
+    assert finding["mend"] == "pct set 129 -delete hookscript && pve-gpu-release hook enable 129"
+    node.write(f"{SNIPPETS}/it's own.sh", "#!/bin/sh\n", 0o644)
+    fine.mend(fine.look("hookscripts").one("chained-missing"))
+    assert fine.look("hookscripts").codes == []
+    node.write(f"{SNIPPETS}/pve-gpu-release", "#!/bin/sh\n# do not use pve-gpu-release here\n", 0o755)
+    assert fine.look("hookscripts").codes == ["foreign-hookscript"]
+    node.write(f"{SNIPPETS}/pve-gpu-release", '#!/bin/sh\n/usr/lib/pve-gpu-release/hookscripts/pve-gpu-release "$@"\n', 0o755)
+    assert fine.look("hookscripts").codes == []
 
 
 def test_drop_ins_missing_masked_and_overridden(fine: FineNode) -> None:
@@ -706,6 +741,15 @@ def test_the_run_directory(fine: FineNode) -> None:
     path.chmod(0o700)
     os.chown(path, 1000, 0)
     assert fine.look("run-dir").codes == ["run-dir"]
+    os.chown(path, 0, 0)
+    fine.node.init.mount("small", "/run/pve-gpu-release", "tmpfs", 0, "mode=700,size=4k")
+    path.joinpath("all").write_bytes(b"x" * 4096)
+    fine.mend(fine.look("run-dir").one("run-dir-full"))
+    assert fine.look("run-dir").codes == []
+    fine.node.run(["mount", "-o", "remount,ro", "/run/pve-gpu-release"], check=True)
+    fine.mend(fine.look("run-dir").one("run-dir-full"))
+    assert fine.look("run-dir").codes == []
+    fine.node.init.ask("umount", "/run/pve-gpu-release")
     path.rename(fine.node.path("/run/moved"))
     assert fine.look("run-dir").codes == ["run-dir-missing"]
     fine.node.write("/run/pve-gpu-release", "")
