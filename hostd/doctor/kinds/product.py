@@ -5,7 +5,9 @@ from __future__ import annotations
 from hostd.doctor.finding import Kind, Severity
 
 E, W, N = Severity.ERROR, Severity.WARNING, Severity.NOTE
-MAKE_RUN_DIR = "systemd-tmpfiles --create pve-gpu-release.conf && systemctl restart pve-gpu-hostd.socket"
+LISTEN = "systemctl reset-failed pve-gpu-hostd.socket; systemctl restart pve-gpu-hostd.socket"
+"""Also when systemd has given the socket up: it starts one five times in ten seconds."""
+MAKE_RUN_DIR = f"systemd-tmpfiles --create pve-gpu-release.conf && {LISTEN}"
 """Makes the directory; the socket in it is systemd's, and only a restart makes it anew."""
 
 ROWS = (
@@ -20,21 +22,21 @@ ROWS = (
     Kind(
         "socket-not-active", W, "daemon",
         "nobody listens for pve-gpu-hostd ({state})",
-        "systemctl restart pve-gpu-hostd.socket",
+        LISTEN,
         "Without the daemon the stop watchdog cannot be armed.",
         "systemctl show; /run/pve-gpu-release/io.pve.GpuRelease",
     ),
     Kind(
         "daemon-masked", W, "daemon",
         "pve-gpu-hostd.service is masked: the socket gives up at the first connection",
-        "systemctl unmask pve-gpu-hostd.service; systemctl restart pve-gpu-hostd.socket",
+        f"systemctl unmask pve-gpu-hostd.service; {LISTEN}",
         "Without the daemon the stop watchdog cannot be armed.",
         "unit files of systemd",
     ),
     Kind(
         "daemon-silent", W, "daemon",
         "pve-gpu-hostd does not answer on its socket",
-        "systemctl restart pve-gpu-hostd.socket pve-gpu-hostd.service  # why: journalctl -u pve-gpu-hostd",
+        f"{LISTEN} pve-gpu-hostd.service  # why: journalctl -u pve-gpu-hostd",
         "Releases are then done by the command line and the hook themselves.",
         "org.varlink.service.GetInfo",
     ),
