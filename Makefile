@@ -28,7 +28,7 @@ lint: setup
 	$(VENV)/bin/ruff check hostd tests
 	$(VENV)/bin/mypy
 
-## make e2e         a whole Proxmox-like node with systemd and LXC; SUITE=bookworm or trixie
+## make e2e         the .deb, installed in a whole Proxmox-like node with systemd and LXC; SUITE=bookworm or trixie
 e2e: setup
 	bash tools/setup.sh --node
 	PGR_REQUIRE_NODE=1 PGR_SUITE=$(SUITE) $(PY) -m pytest -q tests/node tests/package

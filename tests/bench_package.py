@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from tests.node.node import VirtualNode
-from tests.product_command import ROOT
 from tests.startup import Took, whole_processes
 
 PYTHON = "/usr/bin/python3"
@@ -32,14 +28,9 @@ GOALS = {f"pve-gpu-release {IDLE} --no-daemon": 15}
 GOAL = 5
 
 
-def build(suite: str, directory: Path) -> Path:
-    subprocess.run([ROOT / "packaging/build-deb", "--out", directory, suite], check=True, stdout=subprocess.DEVNULL)
-    return next(directory.glob("*.deb"))
-
-
-def measure(suite: str, package: Path) -> dict[str, Took]:
+def measure(suite: str) -> dict[str, Took]:
     with VirtualNode(suite) as node:
-        node.install_deb(package)
+        node.install_product()
         for vmid in (IDLE, STOPPED):
             container = node.add_container(int(vmid), gpus=(0, 1), init="tiny")
             if vmid == IDLE:
@@ -59,8 +50,7 @@ def show(suite: str, rows: dict[str, Took]) -> None:
 
 def main(suites: list[str]) -> int:
     for suite in suites or ["bookworm", "trixie"]:
-        with tempfile.TemporaryDirectory() as name:
-            show(suite, measure(suite, build(suite, Path(name))))
+        show(suite, measure(suite))
     return 0
 
 

@@ -40,7 +40,7 @@ HOST_PACKAGES = {
 NODE_PACKAGES = [
     "systemd", "systemd-sysv", "dbus", "lxc", "python3", "python3-psutil", "python3-yaml", "python3-systemd",
     "python3-proxmoxer", "python3-pynvml", "kmod", "procps", "psmisc", "lsof", "util-linux", "mount", "e2fsprogs",
-    "iproute2", "less", "man-db", "bash-completion",
+    "iproute2", "less", "man-db", "bash-completion", "zsh",
 ]  # fmt: skip
 CT_PACKAGES = ["systemd", "systemd-sysv", "dbus", "procps", "psmisc"]
 # Units that only cost boot time here, or that cannot work in a node without a network.

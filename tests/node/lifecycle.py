@@ -69,12 +69,12 @@ class World:
 
     @classmethod
     def make(cls, node: VirtualNode, init: str = "tiny") -> World:
-        node.write(CONFIG_PATH, CONFIG)
         node.install_product()
         node.write(CONFIG_PATH, CONFIG)
         other = node.add_container(130, gpus=(0, 1), init="tiny")
         ct = node.add_container(129, gpus=(0, 1), init=init)
-        ct.hookscript(SNIPPET)
+        node.run(["pve-gpu-release", "hook", "enable", "129"])
+        assert f"hookscript: {SNIPPET}\n" in ct.config
         world = cls(node, ct, other)
         world.neighbour_comes()
         world.call_ms = world.time_of_a_call()

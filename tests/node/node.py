@@ -1,7 +1,7 @@
 """The virtual node: systemd as pid 1, a real journal, real LXC with Proxmox's layout, stand-ins for Proxmox's programs.
 
     with VirtualNode("bookworm") as node:                        # boots in seconds from the cached tree (build.py)
-        node.install_product()                                   # hostd/, hookscripts/, etc/ of this checkout
+        node.install_product()                                   # apt install ./the package of this checkout
         ct = node.add_container(129, gpus=(0, 1))                # /etc/pve/lxc/129.conf, started by nobody yet
         ct.hookscript("local:snippets/pve-gpu-release")          # = pct set 129 -hookscript ...
         node.pct("start", 129)                                   # CompletedProcess[str]; raises NodeError unless check=False
@@ -28,7 +28,8 @@ Containers
     ct.attach(argv)  ct.attach_popen(argv)                lxc-attach
     ct.running  ct.init_pid  ct.host_init_pid  ct.monitor_pid  ct.config  ct.root (a host path)
     ct.processes()                                        pids (of the node) in lxc/VMID and below
-    ct.wait_booted()  ct.wait_stopped()                   the container's systemd is up; monitor gone, unit at rest
+    ct.wait_booted()  ct.wait_ready()                     the container's systemd is up; the tiny init obeys signals
+    ct.wait_stopped()                                     monitor gone, unit at rest
     ct.hold(**fields of Holder) -> GpuHolder              a holder inside, see tests/embedded/process.py
 Boots
     node.reboot()  node.reboot(clean=False)     same files, new boot        VirtualNode(driver=, nvml=, nodes=) variants
@@ -65,10 +66,9 @@ from typing import Any, Self, TypeVar
 from tests.embedded import process as embedded
 from tests.embedded.node import Gpu
 from tests.node import build, keeper, standin
-from tests.node.install import install_checkout
 from tests.node.standin import GPU_NODES, GpuHolder
+from tests.package import built
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_CGROUP = "user.slice/user-0.slice/session-1.scope"
 PRODUCT = "/usr/lib/pve-gpu-release"
 ENVIRONMENT = {
@@ -510,9 +510,9 @@ class VirtualNode:
 
     # ---- product ---------------------------------------------------------------------------------------------------
 
-    def install_product(self, source: Path = REPOSITORY) -> None:
-        """Put a checkout where the package would put it, reload systemd, start the socket and the boot unit."""
-        install_checkout(self, source)
+    def install_product(self) -> None:
+        """The Debian package of this checkout, built in a clean tree of this node's suite, or the one PGR_DEB names."""
+        self.install_deb(built.package(self.suite))
 
     def install_deb(self, package: Path) -> subprocess.CompletedProcess[str]:
         """apt install ./package (no network: the dependencies are in the tree)."""
@@ -699,6 +699,11 @@ class Container:
         asked = "until systemctl is-system-running --wait 2>&1 | grep -Eq 'running|degraded'; do sleep 0.02; done"
         self.attach(["sh", "-c", asked], timeout=timeout)
 
+    def wait_ready(self) -> None:
+        """Until the tiny init obeys signals: one that comes earlier is lost on a pid 1 (it keeps them blocked then)."""
+        bit = 1 << (signal.SIGPWR - 1)
+        self.node.wait_until(lambda: self.init_pid and blocked_signals(self.host_init_pid) & bit, "the tiny init", 60)
+
     def hold(
         self,
         holder: embedded.Holder | None = None,
@@ -774,6 +779,14 @@ def ns_pids(host_pid: int) -> list[int]:
         raise NodeError(f"process {host_pid} is gone") from error
     match = re.search(r"^NSpid:\s*(.*)$", text, re.M)
     return [int(pid) for pid in match.group(1).split()] if match else [host_pid]
+
+
+def blocked_signals(host_pid: int) -> int:
+    """SigBlk of /proc/PID/status; 0 when the process is gone."""
+    with contextlib.suppress(OSError):
+        match = re.search(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{host_pid}/status").read_text(), re.M)
+        return int(match[1], 16) if match else 0
+    return 0
 
 
 def descendants(host_pid: int) -> list[int]:

@@ -11,7 +11,8 @@ from tests.node.lifecycle import NODES, SNIPPET, World
 from tests.node.node import VirtualNode
 
 pytestmark = pytest.mark.node
-HIGHEST_EXPOSURE = 3.0
+HIGHEST_EXPOSURE = 3.1
+"""CAP_SYSLOG, for the kernel log, is the last tenth."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,7 @@ def test_the_daemons_exposure_stays_low(world: World) -> None:
 def test_systemd_has_nothing_to_say_about_the_units(world: World) -> None:
     units = ["pve-gpu-hostd.socket", "pve-gpu-hostd.service", "pve-gpu-release-boot.service", "pve-gpu-release-nodes.service"]
     for unit in [*units, "pve-container@129.service", "pve-container-debug@129.service"]:
-        name = f"/etc/systemd/system/{unit}" if unit in units else unit
-        done = world.node.run(["systemd-analyze", "verify", "--man=no", name], check=False)
+        done = world.node.run(["systemd-analyze", "verify", "--man=no", unit], check=False)
         ours = [line for line in (done.stdout + done.stderr).splitlines() if "pve-gpu" in line]
         assert ours == []
 
@@ -91,6 +91,7 @@ def test_the_drop_in_is_harmless_without_the_package(world: World) -> None:
     world.node.run(["mv", "/usr/lib/pve-gpu-release", "/usr/lib/away"])
     try:
         world.node.systemctl("start", world.ct.unit)
+        world.ct.wait_ready()
         world.node.systemctl("stop", world.ct.unit)
         assert world.node.unit(world.ct.unit, "Result", "ActiveState") == {"Result": "success", "ActiveState": "inactive"}
     finally:

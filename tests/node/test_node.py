@@ -16,7 +16,8 @@ import pytest
 
 from tests.node import build
 from tests.node.conftest import traces
-from tests.node.node import REPOSITORY, VirtualNode, wait_until
+from tests.node.node import VirtualNode, wait_until
+from tests.product_command import ROOT
 
 pytestmark = pytest.mark.node
 
@@ -160,9 +161,11 @@ def test_a_node_without_nvidia(require_virtual_node: None) -> None:
 
 
 @pytest.mark.smoke
-def test_the_checkout_can_be_installed(node: VirtualNode) -> None:
-    node.install_product(REPOSITORY)
+def test_the_product_is_installed_as_its_package(node: VirtualNode) -> None:
+    node.install_product()
     assert "VMID" in node.run(["pve-gpu-release", "--help"]).stdout
+    files = node.run(["dpkg", "-S", "/usr/sbin/pve-gpu-release", "/usr/lib/pve-gpu-release/hostd"]).stdout.splitlines()
+    assert [line.partition(":")[0] for line in files] == ["pve-gpu-release"] * 2
 
 
 def test_two_nodes_side_by_side_know_nothing_of_each_other(node: VirtualNode) -> None:
@@ -181,7 +184,7 @@ def test_two_nodes_side_by_side_know_nothing_of_each_other(node: VirtualNode) ->
 @pytest.fixture
 def abandoned(require_virtual_node: None) -> tuple[subprocess.Popen[str], str, int]:
     """Another process with a booted node, a container and a task in D state: (process, node's name, keeper's pid)."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", BOOT_AND_HANG], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

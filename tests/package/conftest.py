@@ -1,4 +1,4 @@
-"""The packages under test: built once per session, as this checkout and as if it were an older version."""
+"""The packages under test: built once per content of the checkout, as it is and as if it were an older version."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from tests.node.conftest import require_virtual_node  # noqa: F401 - a fixture
 from tests.node.node import VirtualNode
-from tests.package.chroot import REPOSITORY, Chroot
+from tests.package import built
+from tests.package.chroot import Chroot
 
-BUILD = REPOSITORY / "packaging/build-deb"
 OLD_VERSION = "0.0.9"
 
 
@@ -23,32 +23,19 @@ def suite() -> str:
 
 
 @pytest.fixture(scope="session")
-def packages(require_virtual_node: None, suite: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:  # noqa: F811
-    """(older, current). PGR_DEB names a package to take for the current one."""
-    given = os.environ.get("PGR_DEB")
-    old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
-    builds = [[str(BUILD), "--version", OLD_VERSION, "--out", str(old), suite]]
-    if not given:
-        builds.append([str(BUILD), "--out", str(new), suite])
-    for build in builds:
-        done = subprocess.run(build, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return next(old.glob("*.deb")), Path(given).resolve() if given else next(new.glob("*.deb"))
+def old_package(require_virtual_node: None, suite: str) -> Path:  # noqa: F811
+    return built.package(suite, OLD_VERSION)
 
 
 @pytest.fixture(scope="session")
-def old_package(packages: tuple[Path, Path]) -> Path:
-    return packages[0]
-
-
-@pytest.fixture(scope="session")
-def package(packages: tuple[Path, Path]) -> Path:
-    return packages[1]
+def package(require_virtual_node: None, suite: str) -> Path:  # noqa: F811
+    return built.package(suite)
 
 
 @pytest.fixture
 def chroot(require_virtual_node: None, suite: str, tmp_path: Path) -> Chroot:  # noqa: F811
-    tree = subprocess.run([str(BUILD), "--tree", suite], capture_output=True, text=True, check=True).stdout.strip()
+    words = [str(built.BUILD), "--tree", suite]
+    tree = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     return Chroot(Path(tree), tmp_path)
 
 
