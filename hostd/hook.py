@@ -70,6 +70,8 @@ def by_daemon(vmid: int, phase: str, source: str, context: dict[str, str], socke
             for reply in connection.call_more("Event", parameters, left_s):
                 progress = reply.get("progress")
                 if not isinstance(progress, dict):
+                    if not isinstance(reply.get("allow"), bool):
+                        raise DaemonLost("the daemon's answer is not one that this version understands")
                     return reply
                 if progress.get("event") == "accepted":
                     given = progress.get("since_s")

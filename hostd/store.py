@@ -15,6 +15,7 @@ from hostd.events import Silent
 from hostd.ladder import Resume
 from hostd.lock import RUN_DIR, ensure_run_dir
 from hostd.model import Holder, Observation, ProcessRef, Report, RungRecord, Step
+from hostd.shapes import REPORT, fits
 from hostd.statefile import read_json, write_json
 from hostd.wire import report_dict, rung_dict
 
@@ -25,7 +26,6 @@ MOST = 400
 """Records at all: beyond it the oldest go, finished or not."""
 HIGHEST_VMID = 999_999_999
 _MAX_BYTES = 64 << 20
-_REPORT_KEYS = {"release_id", "vmid", "verdict", "reason", "message", "holders", "gpus", "rungs", "duration_ms"}
 
 
 class Store:
@@ -126,7 +126,7 @@ def is_record(value: object, release_id: str) -> TypeGuard[Json]:
         and _is_int(value.get("at_ticks"), 0, 1 << 62)
         and isinstance(value.get("options"), dict)
         and (event is None or isinstance(event, dict))
-        and (report is None or (isinstance(report, dict) and report.keys() >= _REPORT_KEYS))
+        and (report is None or fits(report, REPORT))
         and parse_resume(value) is not None
     )
 

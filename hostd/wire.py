@@ -25,7 +25,7 @@ from hostd.model import (
     RungRecord,
     Stuck,
 )
-from hostd.verdicts import REASONS, exit_status, worst
+from hostd.verdicts import REASONS, worst
 
 SCHEMA = 1
 TEXT_BYTES = 4096
@@ -215,8 +215,8 @@ def error_dict(error: PgrError, vmid: int | None = None) -> Json:
 def releases_dict(reports: Iterable[Json]) -> Json:
     """Several containers: the worst status decides the common verdict."""
     releases = list(reports)
-    status = worst([exit_status(r["reason"]) for r in releases])
-    decisive = next((r for r in releases if exit_status(r["reason"]) == status), None)
+    status = worst([status_of(r) for r in releases])
+    decisive = next((r for r in releases if status_of(r) == status), None)
     return {"schema": SCHEMA, "verdict": decisive["verdict"] if decisive else None, "releases": releases}
 
 
@@ -224,7 +224,15 @@ def status_of(result: Json) -> int:
     """The exit status of a report, an error or a collection of them."""
     if "releases" in result:
         return worst([status_of(r) for r in result["releases"]])
-    return REASONS[result["reason"]].exit_status if result["reason"] in REASONS else 1
+    row, verdict = REASONS.get(result.get("reason", "")), result.get("verdict")
+    if row is not None and row.verdict == verdict:
+        return row.exit_status
+    if row is not None and verdict in ("released", None):
+        return 4  # it contradicts itself: nothing is proven
+    return _STATUS_OF_VERDICT.get(str(verdict), 1)  # the reason is one of another version
+
+
+_STATUS_OF_VERDICT = {"released": 0, "held": 3, "unknown": 4}
 
 
 def observed_event(observation: Observation, holders: Iterable[Holder]) -> Json:

@@ -6,6 +6,7 @@ import signal
 
 from hostd.cli import interrupt
 from hostd.service.client import Connection, DaemonAbsent, DaemonLost, DaemonUnavailable, connect
+from hostd.shapes import ANSWERS, REPORT, fits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ def release(
     steps: list[str] = []
 
     def follow(progress: Json) -> None:
-        if progress.get("event") == "rung_begun":
-            steps.append(str(progress["rung"]["step"]))
+        rung = progress.get("rung")
+        if progress.get("event") == "rung_begun" and isinstance(rung, dict):
+            steps.append(str(rung.get("step")))
         emit(progress)
 
     with connect() as daemon:
@@ -93,17 +95,30 @@ def _stream(
     for reply in daemon.call_more(method, parameters, timeout=patience):
         progress = reply.get("progress")
         if isinstance(progress, dict):
-            emit(progress)
+            _show(progress, emit)
         report = reply.get("report")
         if isinstance(report, dict):
+            if not fits(report, REPORT) or report["vmid"] != parameters["vmid"]:
+                raise DaemonLost("the daemon's report is not one that this version understands")
             return report
     raise DaemonLost("the daemon ended its answer without a report")
+
+
+def _show(progress: Json, emit: Callable[[Json], None]) -> None:
+    """Progress is for people: what another version tells and this one cannot show ends no release."""
+    try:
+        emit(progress)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        pass
 
 
 def ask(method: str, parameters: Json) -> Json:
     """One call without progress (Observe, Map, Status). Raises as `release`."""
     with connect() as daemon:
-        return daemon.call(method, parameters, timeout=60.0)
+        answer = daemon.call(method, parameters, timeout=60.0)
+    if not fits(answer, ANSWERS[method]):
+        raise DaemonLost("the daemon's answer is not one that this version understands")
+    return answer
 
 
 __all__ = ["DaemonAbsent", "DaemonLost", "DaemonUnavailable", "ask", "release", "verify", "wanted"]

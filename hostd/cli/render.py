@@ -125,7 +125,7 @@ class Renderer:
                 for spot in report["blind_spots"]:
                     self._line(f"  could not read {terminal.escape(spot['what'])}: {terminal.escape(spot['error'])}")
             if self._verbose or report["verdict"] != "released":
-                for detail in report.get("details", ()):
+                for detail in report.get("details") or ():
                     self._line(f"  {terminal.escape(detail)}")
         verdict = report.get("verdict") or "not done"
         text = terminal.paint(verdict, _STYLE.get(verdict, "yellow"), self._colour)

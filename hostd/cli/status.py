@@ -141,12 +141,12 @@ def _holders(status: Json, colour: bool) -> list[str]:
 def _troubles(status: Json, colour: bool) -> list[str]:
     """Stops that hang and starts that were refused: what Proxmox tells nobody."""
     found = []
-    for stop in status.get("stops", ()):
+    for stop in status.get("stops") or ():
         text = f"container {stop['vmid']}: {terminal.escape(stop['message'])}"
         found.append(terminal.paint(text, "red", colour))
         if stop["next_step"]:
             found.append(f"  next: {terminal.escape(stop['next_step'])}")
-    for start in status.get("refused", ()):
+    for start in status.get("refused") or ():
         text = f"container {start['vmid']}, {start['since_s']:.0f} s ago: {terminal.escape(start['message'])}"
         found += [terminal.paint(text, "red", colour), f"  pve-gpu-release explain {start['release_id']}"]
     return ["", *found] if found else []

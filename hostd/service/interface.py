@@ -417,7 +417,8 @@ error Interrupted (reason: string, message: string, next_step: string, vmid: ?in
 # The daemon is being stopped and did not finish this; the same work can be done without it. Reason "stopping".
 error Stopping (reason: string, message: string, next_step: string, vmid: ?int)
 
-# The process that did the work was killed in the middle; the same work can be done without it. Reason "worker-lost".
+# The process that does the work was killed in the middle, or could not be started; the same work can be done without
+# the daemon. Reason "worker-lost".
 error Lost (reason: string, message: string, next_step: string, vmid: ?int)
 
 # A bug; the journal has the traceback.
@@ -473,7 +474,7 @@ STOPPING = f"{INTERFACE}.Stopping"
 LOST = f"{INTERFACE}.Lost"
 ONLY_HERE = {
     "stopping": "error `Stopping`: the daemon is being stopped and did not finish this",
-    "worker-lost": "error `Lost`: the process that did the work ended without an answer",
+    "worker-lost": "error `Lost`: the process that did the work ended without an answer, or could not be started",
     "in-flight": "`Status`, `releases[]`: somebody is at work on it, there is no verdict yet",
 }
 """Reasons that no command ends with: `pve-gpu-release` goes on without the daemon, other callers decide themselves."""
@@ -493,14 +494,17 @@ def error_parameters(exc: errors.PgrError) -> dict[str, object]:
 
 
 def error_from(name: str, parameters: dict[str, object]) -> errors.PgrError | None:
-    """The exception behind one of our own error replies; None for any other name."""
+    """The exception behind one of our own error replies; None for any other name. A reason that this version does not know
+    gives way to the one of the error."""
     kind = ERRORS.get(name.removeprefix(f"{INTERFACE}.")) if name.startswith(f"{INTERFACE}.") else None
     if kind is None:
         return None
-    vmid = parameters.get("vmid")
+    from hostd.verdicts import REASONS
+
+    vmid, reason = parameters.get("vmid"), parameters.get("reason")
     return kind(
         str(parameters.get("message") or name),
         next_step=str(parameters.get("next_step") or ""),
-        reason=str(parameters.get("reason") or ""),
+        reason=reason if isinstance(reason, str) and reason in REASONS else "",
         vmid=vmid if isinstance(vmid, int) else None,
     )

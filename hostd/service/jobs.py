@@ -11,7 +11,7 @@ from hostd.service.clients import Clients
 from hostd.service.connection import PROGRESS_BOUND, Connection
 from hostd.service.limits import Limits
 from hostd.service.loop import Loop
-from hostd.service.worker import Caller, Forked, Outcome, Worker, internal, spawn
+from hostd.service.worker import Caller, Forked, Outcome, Worker, spawn
 from hostd.verdicts import say
 
 
@@ -139,7 +139,7 @@ class Jobs:
                     job.call.method, job.how, job.request, job.caller, more, time.monotonic(), self._worker_keeps()
                 )
             except OSError as exc:
-                self._end(job, internal(f"cannot start a worker: {exc}"))
+                self._end(job, not_begun_error(exc))
                 continue
             job.worker = worker
             self._running[lane] += 1
@@ -216,6 +216,11 @@ def stopping_error() -> varlink.VarlinkError:
 def lost_error(status: int) -> varlink.VarlinkError:
     how = f"was ended by signal {-status} without an answer" if status < 0 else f"left without an answer ({status})"
     return _do_it_yourself(interface.LOST, "worker-lost", f"the worker {how}")
+
+
+def not_begun_error(exc: OSError) -> varlink.VarlinkError:
+    """No process, descriptor or memory for a worker: the caller may have its own, so the work is not lost with ours."""
+    return _do_it_yourself(interface.LOST, "worker-lost", f"cannot start a worker: {exc.strerror or exc}")
 
 
 def _do_it_yourself(name: str, reason: str, message: str) -> varlink.VarlinkError:

@@ -34,6 +34,7 @@ class Listener:
         self._path = where if isinstance(where, str) else ""
         self._socket: socket.socket | None = make_socket(where) if isinstance(where, str) else where
         self._socket.setblocking(False)
+        self._entry = _identity(self._path) if self._path else None
         self._accepting = False
         clients.on_room = self.resume
         self.resume()
@@ -53,7 +54,7 @@ class Listener:
         self.pause()
         if self._socket is None:
             return
-        if self._path:
+        if self._path and self._entry == _identity(self._path):  # else another daemon listens there by now
             try:
                 os.unlink(self._path)
             except FileNotFoundError:
@@ -88,6 +89,16 @@ class Listener:
         sock.setblocking(False)
         caller = Caller(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
         self._clients.add(sock, caller)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which entry of which file system is at `path`; None when nothing is. A socket's inode lives until it is closed, so
+    nothing else gets the same number meanwhile."""
+    try:
+        entry = os.lstat(path)
+    except OSError:
+        return None
+    return entry.st_dev, entry.st_ino
 
 
 def make_socket(path: str) -> socket.socket:

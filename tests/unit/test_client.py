@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from hostd import errors
-from hostd.service import client, interface, server
+from hostd.service import client, interface, server, varlink
 from tests.unit.test_server import METHODS, fast, let_go
 from tests.unit.varlink_harness import ServerProcess
 
@@ -67,8 +68,6 @@ def test_typed_errors_are_the_exceptions_that_were_raised(served: ServerProcess)
         assert (caught.value.next_step, caught.value.vmid) == ("pct list", 7)
         with pytest.raises(errors.BusyError):
             list(it.call_more("Misbehave", {"how": "busy"}))
-        with pytest.raises(errors.UsageError, match="text"):
-            it.call("Echo", {"text": 5})
         assert it.call("Echo", {"text": "x"})
 
 
@@ -79,9 +78,42 @@ def test_what_a_killed_worker_left_undone_the_caller_does_itself(served: ServerP
         assert it.call("Echo", {"text": "x"})
 
 
+def test_what_the_daemon_has_no_process_for_the_caller_does_itself(served: ServerProcess) -> None:
+    """No descriptor is left for a worker's pipe (fork(2) saying EAGAIN ends the same way: tests/integration/daemon)."""
+    with client.connect(served.path) as it:
+        before = resource.prlimit(served.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(served.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        with pytest.raises(client.DaemonLost, match="cannot start a worker: Too many open files"):
+            it.call("Count", {"n": 2})
+        resource.prlimit(served.pid, resource.RLIMIT_NOFILE, before)
+        assert it.call("Count", {"n": 2})["sum"] == 2
+
+
 def test_what_another_version_does_not_know_the_caller_does_itself(served: ServerProcess) -> None:
-    with client.connect(served.path) as it, pytest.raises(client.DaemonLost):
-        it.call("FromTheFuture")
+    """A method, a parameter, an error: the work is done here, and a request that is wrong is found to be so here."""
+    with client.connect(served.path) as it:
+        with pytest.raises(client.DaemonLost, match="MethodNotFound"):
+            it.call("FromTheFuture")
+        with pytest.raises(client.DaemonLost, match="InvalidParameter"):
+            it.call("Echo", {"text": 5})
+
+
+@pytest.mark.parametrize("name", ["ExpectedMore", "PermissionDenied", "Quantum"])
+def test_an_error_that_this_version_does_not_know_leaves_the_work_to_the_caller(room: Path, name: str) -> None:
+    def fail(_params: varlink.Params, _caller: server.Caller) -> dict[str, object]:
+        raise varlink.VarlinkError(f"{interface.SERVICE}.{name}", {"message": 7})
+
+    with ServerProcess(room / "s", {"Fail": server.Inline(fail)}) as served, client.connect(served.path) as it:
+        replies = it.call_more("Fail")
+        with pytest.raises(client.DaemonLost, match=name):
+            next(replies)
+
+
+def test_a_known_error_with_an_unknown_reason_keeps_its_meaning() -> None:
+    facts: dict[str, object] = {"reason": "refused-by-quantum", "message": "no", "vmid": "x", "next_step": None}
+    found = interface.error_from(f"{interface.INTERFACE}.Refused", facts)
+    assert isinstance(found, errors.RefusedError) and (found.reason, found.message, found.vmid) == ("refused", "no", None)
+    assert interface.error_from(f"{interface.INTERFACE}.Busy", {"reason": []}) is not None
 
 
 def test_large_replies_come_whole(served: ServerProcess) -> None:
@@ -294,8 +326,6 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
 
 
 def test_the_limits_of_client_and_server_agree() -> None:
-    from hostd.service import varlink
-
     assert client.MAX_REPLY == varlink.MAX_REPLY
     assert server.Limits().idle_s > client.CONNECT_TIMEOUT_S
     assert fast().idle_s == server.Limits().idle_s

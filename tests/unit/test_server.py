@@ -517,7 +517,7 @@ def test_without_descriptors_the_server_waits_and_recovers(room: Path) -> None:
         assert first
         until(lambda: "cannot accept" in served.stderr(), "the complaint")
         reply = clients[0].ask("Count", {"n": 1})
-        assert reply is not None and reply["error"] == INTERNAL  # no descriptor for a worker either
+        assert reply is not None and reply["error"] == f"{IFACE}.Lost"  # no descriptor for a worker either
         for client in clients[:30]:
             client.close()
         # What is given back may first go to other clients that wait.
@@ -638,6 +638,14 @@ def test_a_listening_socket_can_be_handed_over(room: Path) -> None:
     it.run()
     assert os.path.exists(path)
     assert sock.fileno() == -1
+
+
+def test_the_end_of_one_server_leaves_the_socket_of_another_that_took_its_place(room: Path) -> None:
+    with ServerProcess(room / "s", METHODS) as first, ServerProcess(room / "s", METHODS) as second:
+        assert first.stop() == 0
+        assert (room / "s").is_socket() and second.client().ask("Echo", text="x") is not None
+        assert second.stop() == 0
+        assert not (room / "s").exists()
 
 
 def test_varlinkctl_understands_us(served: ServerProcess) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hostd.ladder import Options
-from hostd.model import Report, RungRecord, Step
+from hostd.model import Report, RungRecord, Step, Verdict
 from hostd.store import Recorder, Store, is_record, parse_resume
-from hostd.wire import options_dict
+from hostd.wire import options_dict, report_dict
 
 ID = "0b9f1a52-93c4-4d0b-8f2e-0d5c7b1a2e50"
 
@@ -41,8 +41,7 @@ def number(n: int) -> str:
 
 
 def report_of(release_id: str = ID) -> dict[str, Any]:
-    keys = ("verdict", "reason", "message", "holders", "gpus", "rungs", "duration_ms", "vmid")
-    return dict.fromkeys(keys) | {"release_id": release_id, "reason": "released"}
+    return report_dict(Report(release_id, 129, "cli", Verdict.RELEASED, "released", "1 holder released"))
 
 
 def test_what_was_written_is_read(store: Store) -> None:

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hostd import shapes
 from hostd.errors import BusyError, PgrError, UnreadableError, UsageError
 from hostd.ladder import Limits, Options
 from hostd.model import Fate, GpuReport, HolderReport, Observation, Report, RungRecord, Step, Verdict
 from hostd.service.varlink import MAX_REPLY, encode_reply
+from hostd.shapes import fits
 from hostd.wire import (
     clean,
     error_dict,
@@ -51,7 +53,7 @@ def report(**more: Any) -> Report:
 
 def test_a_report_has_the_names_of_the_contract() -> None:
     found = report_dict(report())
-    assert set(REPORT.split()) <= set(found) and found["schema"] == 1
+    assert set(REPORT.split()) <= set(found) and found["schema"] == 1 and fits(found, shapes.REPORT)
     assert set(HOLDER.split()) <= set(found["holders"][0])
     assert set(GPU.split()) <= set(found["gpus"][0]) and found["gpus"][0]["other_holders"][0]["vmid"] == 130
     assert set(RUNG.split()) <= set(found["rungs"][0]) and set(SPOT.split()) == set(found["blind_spots"][0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import socket
 import time
@@ -103,6 +105,19 @@ def test_a_stop_in_the_middle_is_quick_and_said(daemon: Daemon, product: Product
     assert record["handed_over"] is True or record["owner"] == "cli"
     assert finish(running).status == 0 and job.terms() == 1
     assert "REASON=interrupted" in daemon.stderr() and "daemon-stopped" in daemon.stderr()
+
+
+def test_what_it_has_no_process_for_is_done_without_it(daemon: Daemon, product: Product, container: Container) -> None:
+    """Descriptors stand for all that a fork needs: one is left, for the connection."""
+    daemon.settle()
+    room = max(map(int, os.listdir(f"/proc/{daemon.pid}/fd"))) + 2
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (room, room))
+    job = Job(container, "obey")
+    assert product.ask("verify", "129").reason == "holders-present"
+    assert product.ask("ps", "129").json["holders"]
+    assert "cannot start a worker" in product.run("129").out
+    assert job.terms() == 1
+    product.release("129").must_be("nothing-held")
 
 
 @pytest.mark.parametrize("missing", ["systemd", "pynvml", "yaml", "psutil", "proxmoxer"])
