@@ -158,11 +158,12 @@ def test_a_half_unpacked_package_keeps_no_container_from_starting(chroot: Chroot
     """Between two versions any file may be missing or of the other one."""
     chroot.install(package)
     for broken in ("rm", "truncate -s 100"):
-        for module in ("hook.py", "lifecycle.py", "model.py", "errors.py", "__init__.py"):
+        for module in ("hook.py", "lifecycle/__init__.py", "lifecycle/stopping.py", "model.py", "errors.py", "__init__.py"):
             path = f"/usr/lib/pve-gpu-release/hostd/{module}"
             chroot.run(f"""
+              [ -s {path} ] || exit 8
               cp -r /usr/lib/pve-gpu-release /tmp/kept; find /usr/lib/pve-gpu-release -name __pycache__ -exec rm -r {{}} +
-              [ ! -e {path} ] || {broken} {path}
+              {broken} {path} || exit 8
               for phase in pre-start exec-start-pre post-stop; do
                 /usr/lib/pve-gpu-release/hookscripts/pve-gpu-release 129 $phase >/dev/null 2>&1 || exit 9
               done

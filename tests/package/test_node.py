@@ -63,7 +63,7 @@ def test_life_of_the_package_beside_a_running_container(node: VirtualNode, ct: C
     node.install_deb(old_package)
     assert OLD_VERSION in node.run(["pve-gpu-release", "--version"]).stdout
     node.install_deb(package)
-    for name in ("command", "man-pages", "completion", "units"):
+    for name in ("command", "man-pages", "completion", "zsh-completion", "units"):
         run_autopkgtest(node, name)
     assert ct.init_pid == init and "hookscript" not in ct.config, "the container was touched"
 

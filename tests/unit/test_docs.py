@@ -94,10 +94,28 @@ def test_the_order_of_exit_statuses_is_the_table_s() -> None:
     assert f"the worst status wins ({order})" in (ROOT / "docs/operations.md").read_text()
 
 
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them: small letters, no marks, a hyphen for a blank, numbers for doubles."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S), re.M):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found.add(anchor if anchor not in found else next(f"{anchor}-{n}" for n in range(1, 99) if f"{anchor}-{n}" not in found))
+    return found
+
+
 @pytest.mark.parametrize("path", PEOPLE, ids=lambda p: p.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        page = path.parent / target if target else path
+        assert page.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in anchors(page), f"{path.name} links to {target}#{anchor}: no such heading"
+
+
+def test_an_anchor_is_what_github_makes_of_a_heading(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# `on_dirty`: warn, or [block](x.md)?\n```\n# no heading\n```\n## A/B\n## A/B\n")
+    assert anchors(page) == {"on_dirty-warn-or-block", "ab", "ab-1"}
 
 
 @pytest.mark.parametrize("path", PEOPLE, ids=lambda p: p.name)
