@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hostd.xid import XidWatch
 
 LAST_LOOK_S = 2.0
-"""The driver gets at least this for an answer, also when the time is up: the verdict rests on the last look."""
+"""Driver and processes get at least this, each, also when the time is up: the verdict rests on the last look."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,10 @@ class Climb:
     def look_first(self) -> Observation:
         """A driver that hangs may take a part of the time only: what comes after needs some, too."""
         limits = self.options.limits
-        return self.observer.look(nvml_deadline_s=min(limits.nvml_deadline_s, max(0.5, limits.timeout_s / 4)))
+        part_s = max(0.5, limits.timeout_s / 4)
+        return self.observer.look(
+            nvml_deadline_s=min(limits.nvml_deadline_s, part_s), budget_s=max(LAST_LOOK_S, part_s)
+        )
 
     def begin(self, first: Observation) -> None:
         self.first = self.latest = first
@@ -118,7 +121,8 @@ class Climb:
 
     def look(self, *, nvml: bool) -> Observation:
         """The next look, and what it says about the container's run, about holders that came back and about others."""
-        observation = self.observer.look(nvml=nvml, nvml_deadline_s=self.driver_limit_s())
+        budget_s = max(LAST_LOOK_S, self.deadline_s - time.monotonic())
+        observation = self.observer.look(nvml=nvml, nvml_deadline_s=self.driver_limit_s(), budget_s=budget_s)
         self.latest = observation
         self._note_new_run(observation)
         self._note_handovers(observation)

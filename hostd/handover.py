@@ -58,6 +58,11 @@ def look_at_gpu(sources: Sources, selector: str) -> OpenGpu:
 
 def _looked_at_again(sources: Sources, found: OpenGpu, info: GpuInfo, nodes: frozenset[DeviceId]) -> OpenGpu:
     """Nobody was met in one walk over the host: each container by itself, where one that moves fast is met, too."""
+    with sources.scanner.within():
+        return _look_at_each(sources, found, info, nodes)
+
+
+def _look_at_each(sources: Sources, found: OpenGpu, info: GpuInfo, nodes: frozenset[DeviceId]) -> OpenGpu:
     vmids, blind = sources.cgroups.containers()
     for vmid in vmids:
         observer = Observer(sources, vmid)

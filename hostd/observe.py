@@ -56,8 +56,15 @@ class Observer:
     def close(self) -> None:
         self.view.close()
 
-    def look(self, *, nvml: bool = True, nvml_deadline_s: float | None = None) -> Observation:
-        """One complete look; with `nvml=False` without the driver. `nvml_deadline_s`: instead of the configured one."""
+    def look(
+        self, *, nvml: bool = True, nvml_deadline_s: float | None = None, budget_s: float | None = None
+    ) -> Observation:
+        """One complete look; with `nvml=False` without the driver. `nvml_deadline_s`: instead of the configured one.
+        `budget_s`: for reading what processes have open; what is not reached then is a blind spot."""
+        with self.sources.scanner.within(budget_s):
+            return self._look(nvml, nvml_deadline_s)
+
+    def _look(self, nvml: bool, nvml_deadline_s: float | None) -> Observation:
         at_s = time.monotonic()
         blind: list[BlindSpot] = []
         driver = read_driver(blind)
@@ -97,18 +104,19 @@ class Observer:
         scan = self.sources.scan(members.processes, majors)
         for _ in range(MOST_LISTINGS):
             if any(scan.open.get(pid) for pid in members.processes):
-                break
+                return scan
             fresh = self.view.newcomers(members)
             if not fresh and not members.missed:
+                return scan
+            if self.sources.scanner.spent:
                 break
             more = self.sources.scan(fresh, majors)
             scan.open.update(more.open)
             scan.cmdlines.update(more.cmdlines)
             scan.blind_spots.extend(more.blind_spots)
-        else:
-            what = f"processes of container {self.vmid}"
-            error = "new ones come faster than they can be looked at"
-            scan.blind_spots.append(BlindSpot("cgroupfs", what, error, RESTLESS))
+        what = f"processes of container {self.vmid}"
+        error = "new ones come faster than they can be looked at"
+        scan.blind_spots.append(BlindSpot("cgroupfs", what, error, RESTLESS))
         return scan
 
     def _look_again(self, facts: Facts) -> None:
@@ -119,7 +127,7 @@ class Observer:
             facts.open_nodes |= scan.open
             facts.cmdlines |= scan.cmdlines
             facts.blind_spots += [spot for spot in scan.blind_spots if spot not in facts.blind_spots]
-            if any(scan.open.get(pid) for pid in facts.members.processes):
+            if any(scan.open.get(pid) for pid in facts.members.processes) or self.sources.scanner.spent:
                 return
 
     def _scan_foreign(self, facts: Facts) -> None:

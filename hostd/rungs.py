@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from hostd.climb import Climb
 from hostd.clock import boot_ticks_now, utc_now
 from hostd.ladder import Rung
-from hostd.model import Holder, Observation, ProcessRef, RungRecord, Step
-from hostd.stopunit import Stopped, UnitStopper
+from hostd.model import Holder, Observation, Process, ProcessRef, RungRecord, Step
+from hostd.stopunit import Stopped, UnitStopper, protected_service
 from hostd.system.pidfd import Pinned, wait_any
 from hostd.triage import stuck_tasks
 from hostd.waiting import MemoryGauge, Patience, wait_for_exits
@@ -107,6 +107,10 @@ class Rungs:
         for process in climb.lineage.restarters(loose, climb.first.init):
             if process.ns_pids == (1,) or climb.time_is_up() or climb.is_told_to_stop(observation):
                 continue
+            if (service := protected_service(process.cgroup)) and self._is_on_top(process):
+                text = f"pid {process.pid} ({process.comm}) starts the job again; left alone, {service} serves more than this job"
+                climb.report.details += [text] if text not in climb.report.details else []
+                continue
             try:
                 pin = Pinned.pin(process.ref, climb.recheck)
             except OSError:
@@ -128,6 +132,14 @@ class Rungs:
                 record.gone = int(pin.gone())
             record.waited_ms = round((time.monotonic() - begun_s) * 1000)
             climb.listener.rung_done(climb.report, record)
+
+    def _is_on_top(self, process: Process) -> bool:
+        """Its parent is in another cgroup, so systemd has started it: no cron job, no login."""
+        try:
+            parent = self._climb.sources.procfs.read_process(process.ppid)
+        except OSError:
+            return True
+        return parent is None or parent.cgroup != process.cgroup
 
     # --- acting ---
 

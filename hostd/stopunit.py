@@ -38,6 +38,13 @@ _PROTECTED = re.compile(
 )
 
 
+def protected_service(cgroup: str) -> str:
+    """The service that this is the cgroup of, if it serves more than one job; else empty. The process that systemd has
+    started there is never ended for one of them; what a cron job or a login has started is no such process."""
+    name = cgroup.rpartition("/")[2]
+    return name if name.endswith(".service") and _PROTECTED.match(name) else ""
+
+
 def why_protected(supervisor: Supervisor, vmid: int, init_cgroup: str = "") -> str:
     """Why the cgroup of this supervisor may not be stopped as a whole; empty when it may. Pure."""
     if supervisor.kind not in SUPERVISED:

@@ -138,8 +138,12 @@ def look_after(
     snapshot = records.read(Snapshot, vmid)
     if snapshot is None or snapshot.over:
         return {"over": True, "message": "the container has stopped"}
-    processes = members(sources.procfs, taken.payload)[0] if taken.payload is not None else []
+    processes, blind = members(sources.procfs, taken.payload) if taken.payload is not None else ([], [])
     init = next((p for p in processes if p.ref == snapshot.init_ref), None) or _any_init(sources, processes)
+    if init is None and blind and (running := container_runs(sources, vmid)) is not None:
+        if running.init is None:
+            return {"over": False, "message": f"container {vmid} {running.words}", "next_step": ""}
+        init = sources.procfs.read_process(running.init.pid)
     ending = init is not None and sources.procfs.is_ending(init.pid)
     others = [p for p in processes if init is None or p.ref != init.ref]
     since = utc_at(snapshot.at_s)

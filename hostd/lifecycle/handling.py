@@ -124,9 +124,14 @@ class Handling:
             return False
         observer = Observer(self.sources, self.event.vmid)
         try:
-            return bool(observer.look(nvml=False).holders)
+            return bool(observer.look(nvml=False, budget_s=self.look_s()).holders)
         finally:
             observer.close()
+
+    def look_s(self) -> float:
+        """For one look at what processes have open: a container that makes them faster decides nothing here."""
+        hook = self.settings.hook
+        return max(1.0, min(hook.budget_s, hook.pre_start_budget_s) / 4)
 
     # --- leftovers in its cgroups ---
 

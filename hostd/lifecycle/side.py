@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from hostd.cancel import Cancel
 from hostd.case import Selection
-from hostd.climb import Subject
+from hostd.climb import LAST_LOOK_S, Subject
 from hostd.clock import boot_ticks_now
 from hostd.events import Listener
 from hostd.ladder import Options, Resume
@@ -138,7 +138,7 @@ class SideRelease(Release):
             grace_s=limits.kill_grace_s,
             deadline_s=self.climb.begun_s + limits.timeout_s,
             may_kill=lambda: container_runs(self.climb.sources, self.climb.subject.vmid) is None,
-            look=lambda: seen.append(self.climb.observer.look()),
+            look=lambda: seen.append(self.climb.observer.look(budget_s=LAST_LOOK_S)),
             before_kill=begin,
             check=self.climb.cancel.check,
         )

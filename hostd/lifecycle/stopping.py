@@ -36,7 +36,7 @@ class Stopping:
         vmid = on.event.vmid
         observer = Observer(on.sources, vmid)
         try:
-            seen = observer.look()
+            seen = observer.look(budget_s=on.look_s())
         finally:
             observer.close()
         snapshot = take_snapshot(seen, unit_invocation(vmid), on.records.read(Snapshot, vmid))

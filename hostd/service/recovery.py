@@ -14,6 +14,7 @@ from typing import Any
 from hostd import audit
 from hostd.clock import boot_ticks_now
 from hostd.engine import reset_records
+from hostd.ladder import Limits
 from hostd.lifecycle.event import STOP_PHASES
 from hostd.lock import RUN_DIR, read_owner, try_lock
 from hostd.model import Report
@@ -25,8 +26,9 @@ from hostd.system.journal import Entry
 from hostd.wire import report_dict
 
 Json = dict[str, Any]
-RESUME_WITHIN_S = 3600.0
-"""An older release that was cut off is reported, not finished: the container's life has gone on."""
+RESTART_S = 60.0
+"""From the death of a daemon until the next one looks at what it left, beside the time limit that the release had itself:
+an older one is reported, not finished. The container's life has gone on, and who holds a GPU by now was never meant."""
 CALLERS_TURN_S = 10.0
 """A caller whose worker died is told to do the work itself; one that has not begun by then will not."""
 RETRY_S = 5.0
@@ -139,11 +141,18 @@ def _why_not(record: Json, attempts: int) -> str:
     age_s = (boot_ticks_now() - record["at_ticks"]) / os.sysconf("SC_CLK_TCK")
     if record["owner"] == "cli" or (record["event"] is not None and _stop_event(record) is None):
         return "whoever asked for it was killed"
-    if age_s > RESUME_WITHIN_S:
+    if age_s > _limit_s(record) + RESTART_S:
         return f"it is {age_s:.0f} s old"
     if attempts > MOST_ATTEMPTS:
         return f"{attempts - 1} workers died of it"
     return ""
+
+
+def _limit_s(record: Json) -> float:
+    """The time limit that was asked for; at least the built-in one, for the configured one may have been longer."""
+    options = record["options"]
+    given = options.get("timeout_s") if isinstance(options, dict) else None
+    return max(Limits().timeout_s, float(given) if isinstance(given, (int, float)) else 0.0)
 
 
 def _stop_event(record: Mapping[str, object]) -> Json | None:

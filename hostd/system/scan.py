@@ -10,12 +10,14 @@ stuck mapping costs least; command lines of holders.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import select
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hostd.disposable import Disposable
@@ -160,6 +162,8 @@ class Scanner:
         self._scans = 0
         self._stuck: set[int] = set()
         """Pids that were stuck in an earlier scan: they get a shorter deadline now."""
+        self._end_s = math.inf
+        """CLOCK_MONOTONIC; see `within`."""
 
     def __enter__(self) -> Scanner:
         return self
@@ -173,6 +177,22 @@ class Scanner:
             lane.drop()
         self._lanes.clear()
 
+    @contextmanager
+    def within(self, budget_s: float | None = None) -> Iterator[None]:
+        """All scans inside together take no longer than that (None: than one may take): a container can make processes
+        faster than they are looked at."""
+        before = self._end_s
+        self._end_s = min(before, time.monotonic() + min(self.budget_s, math.inf if budget_s is None else budget_s))
+        try:
+            yield
+        finally:
+            self._end_s = before
+
+    @property
+    def spent(self) -> bool:
+        """What `within` allows has been used up."""
+        return time.monotonic() >= self._end_s
+
     def scan(self, pids: Iterable[int], majors: Iterable[int]) -> ScanResult:
         """Look at these processes for character devices of these majors (`/proc/devices`, at this scan).
 
@@ -181,7 +201,7 @@ class Scanner:
         """
         helpers = {lane.pid for lane in self._lanes}
         self._scans = (self._scans + 1) & 0xFFFFFFFF
-        run = _Run(self, sorted(majors), time.monotonic() + self.budget_s)
+        run = _Run(self, sorted(majors), min(self._end_s, time.monotonic() + self.budget_s))
         run.all_jobs([pid for pid in dict.fromkeys(pids) if pid not in helpers])
         return run.result
 
@@ -336,7 +356,8 @@ class _Run:
     def _out_of_budget(self, jobs: list[Job]) -> None:
         """One blind spot for each kind of thing that was not reached, not one per process."""
         assert self._scanner is not None
-        error = f"not reached within {self._scanner.budget_s:g} s"
+        whole = math.isinf(self._scanner._end_s)
+        error = f"not reached within {self._scanner.budget_s:g} s" if whole else "not reached in the time for one look"
         groups: dict[tuple[int, str], list[int]] = {}
         for kind, pid in jobs:
             groups.setdefault((kind, self._code(kind, pid)), []).append(pid)

@@ -28,6 +28,34 @@ def test_a_holder_that_is_faster_than_a_look_is_never_called_nothing(
         assert {answer.reason for answer in answers} <= {"holders-present", "driver-only-holder", "blind-spots"}
 
 
+STORM = """
+import os, resource, time
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+for _ in range(min(hard, 20_000) - 100): os.dup(0)
+print("ready", flush=True)
+for _ in range(3):
+    if os.fork() == 0: break
+while True:
+    if os.fork(): time.sleep(0.02); os._exit(0)
+"""
+
+
+def test_processes_that_come_faster_than_they_are_read_do_not_hold_a_look_up(
+    product: Product, container: Container
+) -> None:
+    """No holder at all, some 20,000 descriptors each: every list has new ones that take longer than they live."""
+    running = container.popen(["/usr/bin/python3", "-I", "-c", STORM])
+    assert running.popen.stdout is not None and running.popen.stdout.readline() == "ready\n"
+    try:
+        answer = product.ask(129, "--timeout", "3", timeout=120)
+        assert answer.json["duration_ms"] < 20_000 and answer.json["rungs"] == []
+        answer.must_be("blind-spots")
+    finally:
+        (container.payload / "cgroup.kill").write_text("1")
+        running.popen.communicate()
+
+
 @pytest.mark.parametrize("mode", ["move", "tasks"])
 def test_one_that_keeps_its_pid_is_ended_once_a_look_has_met_it(
     product: Product, container: Container, mode: str

@@ -262,3 +262,13 @@ def test_systemd_takes_the_catalog(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     assert (tmp_path / "var/lib/systemd/catalog/database").stat().st_size > 1000
+
+
+def test_a_long_text_is_cut_before_it_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with thousands of command lines of control characters would use up a release's time."""
+    lengths: list[int] = []
+    real = audit.entry.escape
+    monkeypatch.setattr(audit.entry, "escape", lambda text: lengths.append(len(text)) or real(text))
+    text = audit.entry._text("\x01" * 16_000)
+    assert len(text) == audit.entry.MAX_TEXT and text.endswith("…") and max(lengths) <= audit.entry.MAX_TEXT + 1
+    assert audit.entry._text("x" * audit.entry.MAX_TEXT) == "x" * audit.entry.MAX_TEXT

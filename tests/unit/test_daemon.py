@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from hostd.service import processes
+from hostd.clock import boot_ticks_now
+from hostd.service import processes, recovery
 from hostd.service.notify import Notify, passed_listener, watchdog_period_s
 from hostd.service.server import Server
 
@@ -65,7 +66,14 @@ def test_without_systemd_nothing_is_said_and_a_dead_one_stops_nothing(
 
 @pytest.mark.parametrize(
     "usec, pid, expected",
-    [("60000000", "", 30.0), ("60000000", "1", None), ("0", "", None), ("", "", None), ("soon", "", None), ("-5", "", None)],
+    [
+        ("60000000", "", 30.0),
+        ("60000000", "1", None),
+        ("0", "", None),
+        ("", "", None),
+        ("soon", "", None),
+        ("-5", "", None),
+    ],
 )
 def test_the_watchdog_is_fed_at_half_its_time(
     monkeypatch: pytest.MonkeyPatch, usec: str, pid: str, expected: float | None
@@ -137,3 +145,17 @@ def test_a_fault_in_one_callback_costs_the_others_nothing(tmp_path: Path) -> Non
     server.stop()
     server.run()
     assert not select.select([], [], [], 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("age_s", "timeout_s", "finished"),
+    [(0, None, True), (180, None, True), (240, None, False), (240, 20, False), (600, 600, True), (700, 600, False)],
+)
+def test_a_release_that_was_cut_off_is_finished_only_within_its_own_time(
+    age_s: int, timeout_s: int | None, finished: bool
+) -> None:
+    """Who holds a GPU long after it was never meant by whoever asked."""
+    options = {} if timeout_s is None else {"timeout_s": timeout_s}
+    at_ticks = boot_ticks_now() - age_s * os.sysconf("SC_CLK_TCK")
+    why = recovery._why_not({"at_ticks": at_ticks, "owner": "daemon", "event": None, "options": options}, 1)
+    assert (why == "") is finished and (finished or "s old" in why)

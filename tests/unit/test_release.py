@@ -107,7 +107,9 @@ class Looks:
         self.asked: list[bool] = []
         self.view = View()
 
-    def look(self, *, nvml: bool = True, nvml_deadline_s: float | None = None) -> Observation:
+    def look(
+        self, *, nvml: bool = True, nvml_deadline_s: float | None = None, budget_s: float | None = None
+    ) -> Observation:
         self.calls += 1
         self.asked.append(nvml)
         return replace(self._script(self.calls), nvml_asked=nvml)

@@ -634,3 +634,17 @@ def test_a_helper_in_the_hands_of_a_hanging_server_is_left_behind_and_collected_
             fuse.end()
         os.waitid(os.P_PID, left, os.WEXITED | os.WNOWAIT)
         assert disposable.reap_abandoned() == 0
+
+
+def test_scans_within_one_budget_share_it(node: str) -> None:
+    with running(OPEN, node) as pid, Scanner(deadline_s=5, budget_s=30) as scanner:
+        with scanner.within():
+            assert scanner.scan([pid], VCS).complete and not scanner.spent
+        with scanner.within(0.0):
+            assert scanner.spent
+            result = scanner.scan([pid], VCS)
+            assert not result.complete and "not reached in the time for one look" in result.blind_spots[0].error
+            with scanner.within(60):
+                assert scanner.spent, "the wider one stays in force"
+        assert not scanner.spent and scanner.scan([pid], VCS).open == {pid: OF_NODE}
+    wait_for(lambda: disposable.reap_abandoned() == 0)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.embedded.node import Container, Node
 from tests.embedded.scope import Running
+from tests.integration.conftest import ONE_GPU
 from tests.integration.product import Product
 
 from . import jobs
@@ -87,6 +88,24 @@ def test_a_shell_loop_is_ended_itself_and_nobody_beside_it(
     assert "cgroup-kill" not in answer.steps()
     assert not loop.alive() and loop.pid in answer.signalled()
     assert product.ask("verify", 129).reason == "nothing-held"
+
+
+@pytest.mark.parametrize("name", ["cron.service", "ssh.service", "docker.service", "systemd-logind.service", "vllm.service"])
+def test_the_process_of_a_service_of_many_is_not_ended_for_one_job(
+    product: Product, container: Container, services: list[Running], name: str
+) -> None:
+    """It starts the job again and again; its parent is in another cgroup."""
+    job = container.spawn_holder(
+        open=ONE_GPU, cgroup=f"system.slice/{name}", respawn=-1, ignore_term=True, supervisor_comm="starter"
+    )
+    (starter,) = job.by_role("supervisor")
+    answer = product.ask(129, "--stop-units", "--grace", "1")
+    if name == "vllm.service":
+        answer.must_be("released")
+        assert not starter.alive()
+    else:
+        answer.must_be("respawned")
+        assert starter.alive() and f"left alone, {name} serves more than this job" in " ".join(answer.json["details"])
 
 
 # --- docker in the container -----------------------------------------------------------------------------------------
