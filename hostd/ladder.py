@@ -58,7 +58,7 @@ class Options:
     open_nodes: bool = False
     """With `gpu`: also holders that merely have its node open (a hand-over to a VM)."""
     pid: str | None = None
-    """`4711` in the container's PID namespace or `host:4711`."""
+    """`17` in the container's PID namespace, `host:4711`, or several with commas between."""
     trigger: str = "cli"
     wait: bool = True
 

@@ -11,6 +11,8 @@ from hostd.terminal import escape, shorten
 
 HIGHEST_PID = 1 << 22
 """PID_MAX_LIMIT of the kernel."""
+LONGEST_PIDS = 4096
+"""Characters of a list of process numbers."""
 
 
 def resolve_gpu(selector: str, gpus: tuple[GpuInfo, ...], *, driver_silent: bool) -> GpuInfo:
@@ -46,7 +48,11 @@ def is_gpu_selector(text: str) -> bool:
 
 
 def is_pid_selector(text: str) -> bool:
-    """True for a process number, or `host:` and one."""
+    """True for a process number, or `host:` and one; or several of either, with commas between."""
+    return len(text) <= LONGEST_PIDS and all(_is_one_pid(word) for word in text.split(","))
+
+
+def _is_one_pid(text: str) -> bool:
     digits = text.removeprefix("host:")
     return digits.isascii() and digits.isdigit() and len(digits) <= 10 and 1 <= int(digits) <= HIGHEST_PID
 
@@ -78,24 +84,31 @@ def _by_name(text: str, gpus: tuple[GpuInfo, ...]) -> list[GpuInfo]:
 def resolve_pid(
     selector: str, observation: Observation, find: Callable[[int, bool], list[Process]]
 ) -> frozenset[ProcessRef]:
-    """The process that `--pid` names: `17` in the container's own PID namespace, `host:4711` on the host.
+    """The processes that `--pid` names: `17` in the container's own PID namespace, `host:4711` on the host, `17,host:4711`
+    for both.
 
-    `find(number, host)` returns the container's processes of that number. Raises UsageError when that is not one.
+    `find(number, host)` returns the container's processes of that number. Raises UsageError for one that is no number, or
+    that is not the number of exactly one process.
     """
-    host = selector.startswith("host:")
-    digits = selector.removeprefix("host:")
     if not is_pid_selector(selector):
-        raise UsageError(f"cannot select pid '{shorten(escape(selector), 60)}': expected a number, or host:NUMBER")
+        shown = shorten(escape(selector), 60)
+        raise UsageError(f"cannot select pid '{shown}': expected a number, or host:NUMBER, or several with commas between")
+    return frozenset(_one_pid(word, observation.vmid, find) for word in selector.split(","))
+
+
+def _one_pid(word: str, vmid: int, find: Callable[[int, bool], list[Process]]) -> ProcessRef:
+    host = word.startswith("host:")
+    digits = word.removeprefix("host:")
     found = find(int(digits), host)
     if len(found) > 1:
         raise UsageError(
-            f"cannot select pid {digits}: {len(found)} processes of container {observation.vmid} have that number",
+            f"cannot select pid {digits}: {len(found)} processes of container {vmid} have that number",
             next_step="choose from: " + ", ".join(f"--pid host:{p.pid}" for p in found),
         )
     if not found:
         where = "on the host that belongs to it" if host else "in its PID namespace"
         raise UsageError(
-            f"cannot select pid {digits}: container {observation.vmid} has no such process {where}",
-            next_step=f"pve-gpu-release ps {observation.vmid} lists the holders with both numbers",
+            f"cannot select pid {digits}: container {vmid} has no such process {where}",
+            next_step=f"pve-gpu-release ps {vmid} lists the holders with both numbers",
         )
-    return frozenset({found[0].ref})
+    return found[0].ref

@@ -18,7 +18,7 @@ sys.path.append(str(HERE.parent))
 
 import hostd  # noqa: E402
 from hostd.cli.main import VERBS  # noqa: E402
-from hostd.cli.parser import Parser  # noqa: E402
+from hostd.cli.parser import Parser, Several  # noqa: E402
 from hostd.config import DEFAULT_PATH  # noqa: E402
 from hostd.configkeys import reference_rows  # noqa: E402
 from hostd.verdicts import EXIT_PRECEDENCE, REASONS  # noqa: E402
@@ -268,7 +268,8 @@ def zsh_arguments(parser: argparse.ArgumentParser) -> str:
     for action in every_option(parser):
         for name in action.option_strings:
             text = zsh_quote(f"{name}\0{action.help or ''}")[1:-1].replace("\0", "[", 1) + "]"
-            specs.append(f"'{text}{zsh_value(action) if value_of(action) else ''}'")
+            again = "*" if isinstance(action, Several) else ""
+            specs.append(f"'{again}{text}{zsh_value(action) if value_of(action) else ''}'")
     subs = subcommands(parser)
     if subs:
         specs.append(f"'1:what:({' '.join(subs)})'")

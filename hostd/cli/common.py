@@ -38,13 +38,17 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def add_selectors(parser: argparse.ArgumentParser) -> None:
     """`--gpu` and `--pid`."""
-    from hostd.cli.parser import Once
+    from hostd.cli.parser import Once, Several
 
     parser.add_argument(
         "--gpu", action=Once, type=gpu, metavar="SEL", help="only this GPU: NVML index, minor, UUID or PCI address"
     )
     parser.add_argument(
-        "--pid", action=Once, type=pid_selector, metavar="PID", help="only this process: its pid in the container, or host:PID"
+        "--pid",
+        action=Several,
+        type=pid_selector,
+        metavar="PID",
+        help="only this process: its pid in the container, or host:PID; several with commas between, or the option again",
     )
 
 
@@ -115,7 +119,9 @@ def pid_selector(text: str) -> str:
     from hostd.selection import HIGHEST_PID, is_pid_selector
 
     if not is_pid_selector(text):
-        raise bad_argument(f"{shown(text)} is not a pid: a number from 1 to {HIGHEST_PID}, or host:NUMBER")
+        raise bad_argument(
+            f"{shown(text)} is not a pid: a number from 1 to {HIGHEST_PID}, or host:NUMBER, or several with commas between"
+        )
     return text
 
 

@@ -104,3 +104,13 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) not in (None, values):
             raise argparse.ArgumentError(self, "given twice: one run takes one")
         setattr(namespace, self.dest, values)
+
+
+class Several(argparse.Action):
+    """An option that may be given again: the values with commas between, as one value may have them too."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")

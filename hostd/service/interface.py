@@ -220,7 +220,7 @@ type ReleaseOptions (
   wait: ?bool,
   # NVML index, minor, UUID or PCI address
   gpu: ?string,
-  # "4711" in the container's PID namespace, or "host:4711"
+  # "17" in the container's PID namespace, or "host:4711"; several with commas between: "17,host:4711"
   pid: ?string,
   # Seconds without progress after SIGTERM
   grace_s: ?float,
@@ -335,7 +335,8 @@ method Observe(vmids: ?[]int) -> (
   blind_spots: []BlindSpot
 )
 
-# Judge only, no action. The report has no rungs; fates are "spared". Streams as "Release" does.
+# Judge only, no action. The report has no rungs; fates are "spared". Streams as "Release" does. "gpu" and "pid" as in
+# ReleaseOptions.
 method Verify(
   vmid: int,
   gpu: ?string,

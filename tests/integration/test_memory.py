@@ -361,6 +361,19 @@ def test_pid_selects_one_process_and_its_memory_alone(node: Node, product: Produ
     assert answer.signalled() == {second.pid}
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["twice", "comma"])
+def test_several_pids_are_released_together_and_the_verdict_is_theirs(
+    node: Node, product: Product, engine: Engine, again: bool
+) -> None:
+    first, second, third = (engine(alloc=(f"50:{mib}:compute",)) for mib in (1000, 2000, 3000))
+    names = (str(first.main.ns_pid), f"host:{second.pid}")
+    words = [word for name in names for word in ("--pid", name)] if again else ["--pid", ",".join(names)]
+    seen = product.ask("verify", 129, *words).must_be("holders-present")
+    assert {h["pid"] for h in seen.json["holders"]} == {first.pid, second.pid}
+    answer = product.release(129, *words).must_be("released")
+    assert answer.signalled() == {first.pid, second.pid} and lives(third) and answer.gpu(50)["used_mib_after"] == 3000
+
+
 def test_pid_of_a_process_that_holds_nothing(product: Product, container: Container, engine: Engine) -> None:
     holder, idle = engine(), container.spawn_holder(argv=("bash",))
     answer = product.release(129, "--pid", idle.main.ns_pid).must_be("nothing-held")

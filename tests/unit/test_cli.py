@@ -15,7 +15,7 @@ import pytest
 from hostd.cli.common import fail, positive_seconds, seconds, status_of, vmid
 from hostd.cli.main import VERBS, main, split_verb
 from hostd.cli.output import Output
-from hostd.cli.parser import Parser, module_of
+from hostd.cli.parser import Parser, module_of, parse
 from hostd.cli.render import Renderer, count, mib, table
 from hostd.cli.render import seconds as shown_seconds
 from hostd.errors import BusyError, ConfigError, NoSuchContainerError, PgrError, UsageError
@@ -155,12 +155,19 @@ def test_a_mistyped_option_is_guessed(capsys: pytest.CaptureFixture[str], words:
     assert caught.value.code == 2 and out == "" and len(err.splitlines()) == 1 and says in err
 
 
+def test_pid_may_be_given_again_and_takes_several() -> None:
+    words = ["129", "--pid", "2", "130", "--pid=3,host:4"]
+    assert parse("release", words).pid == "2,3,host:4" and parse("release", words).vmids == [129, 130]
+    assert parse("verify", ["--pid", "2,3", "129"]).pid == "2,3"
+
+
 NONSENSE = [
     *(["129", "--pid", text] for text in ("x", "", "0", "-1", "host:", "host:0", "host:host:1", "²", "4194305", "1_0")),
+    *(["129", "--pid", text] for text in ("1,", ",1", "1,x", "1, 2")),
     *(["129", "--gpu", text] for text in ("", " ", "nvidia0", "-1", "1234567", "GPU-", "3b:00.9", "²")),
     *(["129", "--grace", text] for text in ("nan", "inf", "-1", "", "s", "1_0", "１", "infinity", "1e5", "0x1")),
     *(["129", "--timeout", text] for text in ("0", "0.0", "-0", "1e-999", "nan")),
-    *(["129", "--gpu", "0", "--gpu", "1"], ["verify", "129", "--pid", "1", "--pid", "2"]),
+    *(["129", "--gpu", "0", "--gpu", "1"], ["verify", "129", "--pid", "1", "--pid", "x"]),
     *(["129", "--config", ""], ["check-config", ""], ["log", "--file", ""], ["explain", "x", "--file", ""]),
     *(["map", "129", text] for text in ("0", "x", "host:1", "4194305")),
     *(["wait", "--gpu", "x"], ["wait", "129", "--free", ""], ["wait", "129", "--free", "-1"], ["wait", "129", "--timeout", "x"]),

@@ -83,7 +83,17 @@ def test_a_pid_is_the_containers_and_becomes_an_identity() -> None:
     assert resolve_pid("host:4711", look(), find) == {process(4711).ref}
 
 
-@pytest.mark.parametrize("selector", ["0", "-1", "", "host:", "host:x", "x", "1.5", "²", "host:0", " 17", "9" * 40])
+def test_several_pids_are_selected_together_each_in_its_own_form() -> None:
+    both = {process(117).ref, process(4711).ref}
+    assert resolve_pid("17,host:4711", look(), find) == resolve_pid("host:4711,17,17", look(), find) == both
+    with pytest.raises(UsageError, match=r"cannot select pid 18: .* no such process"):
+        resolve_pid("17,18", look(), find)
+
+
+LISTS = ["17,", ",17", "17,,18", "17, 18", "host:17,x", "17;18", ",", "17," * 2000 + "17"]
+
+
+@pytest.mark.parametrize("selector", ["0", "-1", "", "host:", "host:x", "x", "1.5", "²", "host:0", " 17", "9" * 40, *LISTS])
 def test_what_is_no_pid_is_refused(selector: str) -> None:
     with pytest.raises(UsageError, match="expected a number"):
         resolve_pid(selector, look(), find)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.embedded, pytest.mark.root]
 LOOKS = (
     "129 -n", "129 -n --json", "129 -n -v", "verify 129", "verify 129 --json", "ps", "ps 129", "ps --json", "map 129 2",
     "map 129 2 --json", "131", "131 --json", "129 --gpu 7", "129 --gpu 7 --json", "129 --pid 9999", "verify 131",
-    "map 131 1", "verify 129 131", "129 131 -n --json",
+    "map 131 1", "verify 129 131", "129 131 -n --json", "129 -n --pid 2 --pid 9999", "verify 129 --pid 2,host:1 --json",
 )  # fmt: skip
 
 
