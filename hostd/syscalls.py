@@ -183,6 +183,11 @@ def openat2(dir_fd: int, path: bytes | str, flags: int, resolve: int) -> int:
     return _check(_syscall(_SYS_OPENAT2, dir_fd, os.fsencode(path), how, len(how)), os.fsdecode(path))
 
 
+def name_in_root(root_fd: int, path: bytes | str) -> int:
+    """An O_PATH descriptor of what a path names below a root, a last link itself; absolute paths and links stay below."""
+    return openat2(root_fd, path, os.O_PATH | os.O_NOFOLLOW, RESOLVE_IN_ROOT)
+
+
 # --- PID namespaces ------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from hostd.errors import is_gone
 from hostd.model import DeviceId, DriverNumbers
 from hostd.system.pve import ContainerConfig, MountEntry
 
-_RESOLVE_IN_ROOT = 0x10
-"""openat2(2): absolute paths and links stay below the directory given."""
 _DYNAMIC = (*range(234, 255), *range(384, 512))
 """Majors that the kernel hands out (include/linux/fs.h, CHRDEV_MAJOR_DYN_*)."""
 _RULE = re.compile(r"([abc])(?:\s+(\*|\d{1,10}):(\*|\d{1,10})(?:\s+([rwm]+))?)?", re.ASCII)
@@ -161,7 +159,7 @@ def _nodes_of(facts: Facts, vmid: int, init: int, config: ContainerConfig) -> Re
             try:
                 if "\0" in given.inside:  # openat2 would look at what stands before it
                     raise OSError(errno.EINVAL, "embedded null byte")
-                fd = syscalls.openat2(root, given.inside, os.O_PATH | os.O_NOFOLLOW, _RESOLVE_IN_ROOT)
+                fd = syscalls.name_in_root(root, given.inside)
             except OSError as exc:
                 if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                     yield Blind(f"/{given.inside} in container {vmid}", str(exc))

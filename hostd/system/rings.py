@@ -83,7 +83,7 @@ def _look_up(root: int, path: bytes) -> tuple[int, int]:
     try:
         if not path.startswith(b"/"):
             raise OSError(errno.ENOTSUP, "no path")
-        fd = syscalls.openat2(root, path, os.O_PATH | os.O_NOFOLLOW, syscalls.RESOLVE_IN_ROOT)
+        fd = syscalls.name_in_root(root, path)
     except OSError as exc:
         name = os.fsdecode(path[-64:])
         raise OSError(errno.ESTALE, f"cannot tell what '{name}', registered in an io_uring, is") from exc

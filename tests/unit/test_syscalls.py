@@ -143,6 +143,84 @@ def test_openat2_does_not_leave_its_root(tmp_path: Path) -> None:
         os.close(root)
 
 
+def test_what_a_path_names_in_a_root_is_never_outside(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/mine").write_text("")
+    for link, target in (("absolute", "/etc"), ("up", "../../../../../../../../etc")):
+        (tmp_path / link).symlink_to(target)
+    root = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    try:
+        for name in ("absolute/mine", "up/mine", b"/absolute/mine"):
+            fd = syscalls.name_in_root(root, name)
+            assert os.fstat(fd).st_ino == (tmp_path / "etc/mine").stat().st_ino
+            os.close(fd)
+            with pytest.raises(FileNotFoundError):
+                syscalls.name_in_root(
+                    root,
+                    name.replace(b"mine", b"passwd") if isinstance(name, bytes) else name.replace("mine", "passwd"),
+                )
+        fd = syscalls.name_in_root(root, "absolute")
+        assert os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "absolute"), "the link itself"
+        os.close(fd)
+    finally:
+        os.close(root)
+
+
+DUMPABLE = "import ctypes; libc = ctypes.CDLL(None)\ndef dumpable(): return libc.prctl(3, 0, 0, 0, 0)\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="enters a PID namespace: needs root")
+def test_the_child_in_a_pid_namespace_is_not_dumpable_and_has_nothing_of_ours_open(tmp_path: Path) -> None:
+    """DESIGN 12. Newer kernels never take that way, so it is watched from inside."""
+    in_a_child(
+        DUMPABLE + f"extra = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
+        "FD = '/proc/self/fd'\n"
+        "def spy(ns):\n"
+        f"    open({str(tmp_path / 'seen')!r}, 'w').write(f'{{dumpable()}} {{len(os.listdir(FD))}}')\n"
+        "    raise OSError(5, 'enough')\n"
+        "syscalls._fs_mount_proc = spy\n"
+        "ns = os.open('/proc/self/ns/pid', os.O_RDONLY)\n"
+        "try: syscalls.proc_by_entering(ns)\n"
+        "except OSError as exc: assert exc.errno == 5, exc\n"
+    )
+    dumpable, descriptors = (tmp_path / "seen").read_text().split()
+    assert dumpable == "0" and int(descriptors) <= 4, "the namespace, the socket, the file and the listing"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="enters a PID namespace: needs root")
+def test_what_the_child_in_a_pid_namespace_sends_is_a_procfs_or_nothing(tmp_path: Path) -> None:
+    in_a_child(
+        f"syscalls._fs_mount_proc = lambda ns: os.open({str(tmp_path)!r}, os.O_PATH)\n"
+        "ns = os.open('/proc/self/ns/pid', os.O_RDONLY)\n"
+        "try: syscalls.proc_by_entering(ns)\n"
+        "except OSError as exc: assert 'not a procfs' in str(exc), exc\n"
+        "else: raise AssertionError('believed')\n"
+    )
+
+
+@pytest.mark.parametrize("step", ["_enter", "_become"])
+def test_who_asks_a_manager_in_a_container_is_not_dumpable(tmp_path: Path, step: str) -> None:
+    """Before it enters, and again when its ids have changed, which resets it (prctl(2))."""
+    in_a_child(
+        DUMPABLE + "from hostd.system import managers\n"
+        f"seen = {str(tmp_path / 'seen')!r}\n"
+        "def spy(*_):\n"
+        "    open(seen, 'w').write(str(dumpable()))\n"
+        "    raise OSError(5, 'enough')\n"
+        f"if {step!r} == '_enter':\n"
+        "    managers._enter = spy\n"
+        "    end, held = os.pipe(); out, told = os.pipe(); os.close(held)\n"
+        "    managers._serve(end, told, managers.Place(-1), None)\n"
+        "else:\n"
+        "    syscalls.drop_capabilities = lambda: libc.prctl(4, 1, 0, 0, 0)\n"
+        "    syscalls.set_pdeathsig = spy\n"
+        "    request = managers.Request('systemd', 'x.service', (), 0, 0, 0, frozenset())\n"
+        "    try: managers._become(request)\n"
+        "    except OSError: pass\n"
+    )
+    assert (tmp_path / "seen").read_text() == "0"
+
+
 def test_openat2_refuses_magic_links() -> None:
     root = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
     try:
