@@ -31,6 +31,8 @@ Json = dict[str, Any]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two looks; an exit of somebody who is waited for wakes at once."""
 TOLERANCE_MIB = 16
+LEAST_LOOK_S = 2.0
+"""The last look gets so long, however little is left of the limit."""
 
 
 @dataclass(slots=True)
@@ -64,8 +66,9 @@ class ContainerTarget:
         self._minors: set[int] = set()
         self._free_mib = free_mib
 
-    def look(self) -> Look:
-        seen = self._observer.look()
+    def look(self, limit_s: float | None = None) -> Look:
+        """`limit_s`: on the driver's answer, and on reading what processes have open; None: as configured."""
+        seen = self._observer.look(nvml_deadline_s=limit_s, budget_s=limit_s)
         self._minors |= {m for h in seen.holders for m in h.gpus}
         minors = frozenset(self._minors)
         case = Case(seen, seen, minors, self._own_minors, Selection(), dry_run=True)
@@ -105,8 +108,9 @@ class GpuTarget:
         self._free_mib = free_mib
         self._info: GpuInfo | None = None
 
-    def look(self) -> Look:
-        snapshot = self._sources.nvml.snapshot()
+    def look(self, limit_s: float | None = None) -> Look:
+        """`limit_s`: on the driver's answer; None: as configured."""
+        snapshot = self._sources.nvml.snapshot(deadline_s=limit_s)
         if snapshot.blind_spots:
             spot = snapshot.blind_spots[0]
             return Look("cannot-look", {"detail": f"the driver does not answer: {spot.error}"})
@@ -124,10 +128,11 @@ class GpuTarget:
         return next((g for g in snapshot.gpus if g.info.uuid == wanted.uuid), None)
 
     def _judge(self, gpu: NvmlGpu, used: int, total: int) -> Look:
-        live_mib, live, dying = 0, [], []
+        live_mib, live, dying, dead = 0, [], [], []
         for client in gpu.clients:
             process = self._sources.procfs.read_process(client.pid)
             if process is None or process.is_zombie:
+                dead += [client.pid] if client.used_mib else []
                 continue
             if self._sources.procfs.is_dying(client.pid):
                 dying.append(process)
@@ -141,7 +146,9 @@ class GpuTarget:
         facts["holders"] = ", ".join(f"pid {p.pid} ({p.comm})" for p in live[:4]) or "nobody"
         one = _gpu_json(gpu, free, ghost)
         if dying or ghost > TOLERANCE_MIB + TOLERANCE_MIB * len(live):
-            who = ", ".join(f"pid {p.pid} ({p.comm}), which is ending" for p in dying) or "no live process"
+            names = [f"pid {p.pid} ({p.comm}), which is ending" for p in dying]
+            names += [f"dead pid {pid}, or who has its descriptors" for pid in dead]
+            who = ", ".join(names[:4]) or "no live process"
             facts |= {"ghost": _mib(ghost), "holders": who}
             return Look("gpu-stale", facts, [p.ref for p in dying], [one])
         if self._free_mib is not None and free < self._free_mib:
@@ -175,14 +182,19 @@ def wait(
     timeout_s: float,
     cancel: Cancel,
     tell: Callable[[str, float], None],
+    nvml_deadline_s: float,
 ) -> tuple[Look, float]:
-    """Looks until it is free or the time is up; (the last look, seconds). `tell(what, seconds)`: about once a second."""
+    """Looks until it is free or the time is up; (the last look, seconds). `tell(what, seconds)`: about once a second.
+
+    No look waits longer for the driver than `nvml_deadline_s`, nor much longer than the time that is left.
+    """
     begun_s = time.monotonic()
     end_s = begun_s + timeout_s
     pause_s, told_s, before = FIRST_PAUSE_S, -1.0, ""
     while True:
         cancel.check()
-        found = target.look()
+        left_s = max(LEAST_LOOK_S, end_s - time.monotonic())
+        found = target.look(left_s if left_s < nvml_deadline_s else None)
         now_s = time.monotonic()
         if found.free or now_s >= end_s:
             return found, now_s - begun_s

@@ -78,8 +78,10 @@ def main() -> int:
         say("From the host, by what holds the device and not by name:")
         status = run(node, "pve-gpu-release 129 --grace 1", [*tool, "129", "--grace", "1"])
 
-        say("The same for programs; there is nothing left to do:")
-        run(node, "pve-gpu-release 129 --json", [*tool, "129", "--json"], lines=14)
+        say("The same for programs (a new job on GPU 0, ended at once):")
+        jobs.append(ct129.spawn_holder(argv=("python3", "-m", "vllm"), comm="python3", open=GPU[:1] + GPU[2:],
+                                       alloc=("50:20000:compute",)))  # fmt: skip
+        status |= run(node, "pve-gpu-release 129 --now --json", [*tool, "129", "--now", "--json"])
 
         survivors = [p.pid for job in jobs for p in job.processes if p.alive()]
         ok = status == 0 and not survivors and other.main.alive()

@@ -60,6 +60,15 @@ def test_memory_of_nobody_is_stale(node: Node, product: Product, container: Cont
     product.ask("wait", "--gpu", "0", "--timeout", "5").must_be("gpu-free")
 
 
+def test_memory_of_a_dead_opener_is_not_said_to_be_nobodys(
+    product: Product, container: Container, engine: Engine
+) -> None:
+    """Its child lives, has the descriptors and is in no list of the driver."""
+    family = engine(children=1, die=True)
+    answer = product.ask("wait", "--gpu", "0", "--timeout", "0.5")
+    assert f"dead pid {family.main.pid}, or who has its descriptors" in answer.message and answer.status == 6
+
+
 def test_a_container_that_holds_is_named_with_its_holders(product: Product, engine: Engine) -> None:
     holder = engine()
     answer = product.ask("wait", 129, "--timeout", "0.3").must_be("holders-present")
@@ -71,6 +80,15 @@ def test_a_silent_driver_is_no_free_gpu(node: Node, product: Product, container:
     node.control(hang="nvmlInit")
     product.ask("wait", "--gpu", "0", "--timeout", "0.5").must_be("cannot-look")
     assert product.ask("wait", 129, "--timeout", "0.5").status == 4
+
+
+def test_a_driver_that_hangs_does_not_hold_it_beyond_its_limit(node: Node, product: Product, container: Container) -> None:
+    product.configure("nvml: {deadline: 30}\n")
+    node.control(hang="nvmlInit")
+    for words in (("--gpu", "0"), (129,)):
+        begun_s = time.monotonic()
+        assert product.ask("wait", *words, "--timeout", "1").status == 4
+        assert time.monotonic() - begun_s < 15
 
 
 def test_nonsense(product: Product, container: Container) -> None:
