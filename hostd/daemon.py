@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from hostd import __version__, audit
+from hostd import __version__, audit, inherited
 from hostd.config import DEFAULT_PATH, BrokenConfigError, Config, load
 from hostd.lifecycle.event import Phase
 from hostd.model import DriverNumbers
@@ -243,6 +243,7 @@ def main(argv: list[str]) -> int:
 
 def entry() -> None:
     """Console script."""
+    inherited.set_right()
     sys.exit(main(sys.argv[1:]))
 
 

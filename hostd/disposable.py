@@ -54,10 +54,17 @@ class Disposable:
     def __init__(self, main: Callable[[int, int], None], *, keep: Iterable[int] = ()) -> None:
         """Raises OSError when no process or pipe can be made. `keep`: descriptors the child may keep."""
         reap_abandoned()
-        child_in, self.write_fd = _pipe()
-        self.read_fd, child_out = _pipe()
+        pipes: list[int] = []
         parent = os.getpid()
-        self.pid = os.fork()
+        try:
+            pipes += _pipe()
+            pipes += _pipe()
+            self.pid = os.fork()
+        except OSError:
+            for fd in pipes:
+                os.close(fd)
+            raise
+        child_in, self.write_fd, self.read_fd, child_out = pipes
         if self.pid == 0:
             _run_child(main, child_in, child_out, (child_in, child_out, *keep), parent)
         os.close(child_in)

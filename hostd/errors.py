@@ -65,6 +65,15 @@ class InterruptedRelease(PgrError):  # noqa: N818 - not a fault: the caller aske
     reason = "interrupted"
 
 
+def is_exhausted(exc: BaseException) -> bool:
+    """True when no descriptor, process or memory is left to whoever runs us: nothing was found out, and it is no bug."""
+    import errno
+
+    if isinstance(exc, OSError):
+        return exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    return isinstance(exc, MemoryError)
+
+
 def is_gone(exc: OSError) -> bool:
     """True when an entry below /proc or cgroupfs vanished while it was read: ENOENT, ESRCH, ENODEV (STYLE 1).
 

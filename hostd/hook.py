@@ -13,6 +13,7 @@ import os
 import sys
 import time
 
+from hostd import inherited
 from hostd.service.client import DaemonLost, connect
 from hostd.service.interface import SOCKET_PATH
 
@@ -131,6 +132,7 @@ def entry() -> None:
     """Never raises, never prints a traceback into a task log."""
     status = 0
     try:
+        inherited.set_right()
         status = main(sys.argv[1:], os.environ)
     except BaseException as exc:  # noqa: BLE001 - see main
         say(f"internal error, nothing was checked: {type(exc).__name__}: {exc}", error=True)

@@ -13,7 +13,8 @@ from hostd.statefile import read_bytes
 from hostd.verdicts import say
 
 RUN_DIR = "/run/pve-gpu-release"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""A full or read-only /run; EFBIG: the caller's limit on the size of files (RLIMIT_FSIZE, `ulimit -f`)."""
 _DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 """A directory, a link, a file where the directory should be, a socket in place of the lock file (open(2))."""
 

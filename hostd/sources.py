@@ -46,9 +46,14 @@ class Sources:
 
 def open_sources(*, nvml_deadline_s: float, read_deadline_s: float, nvml: Nvml | None = None) -> Sources:
     """The real sources of this machine; `nvml` may have been started before. Raises UnreadableError when there is no
-    cgroup v2 mount or no /proc."""
+    cgroup v2 mount, no /proc, or one of another PID namespace: its numbers are other processes for every system call."""
     try:
         own = own_inode()
+        if os.readlink("/proc/self") != str(os.getpid()):
+            raise UnreadableError(
+                "cannot look: /proc is of another PID namespace than this process, its numbers mean other processes here",
+                next_step="run it without unshare --pid, or with --mount-proc",
+            )
     except OSError as exc:
         raise UnreadableError(f"cannot read our own PID namespace: {exc}") from exc
     cgroups = Cgroupfs(find_mount())

@@ -197,6 +197,25 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+def exhausted(exc: BaseException) -> PgrError:
+    """What it is told as that no descriptor, process or memory is left here. Raises everything else again."""
+    from hostd.errors import UnreadableError, is_exhausted
+    from hostd.verdicts import say
+
+    if not is_exhausted(exc):
+        raise exc
+    detail = (exc.strerror if isinstance(exc, OSError) else "") or "not enough memory"
+    message, _ = say("cannot-look", detail=f"{detail} (a limit of whoever started this)")
+    return UnreadableError(message, next_step="ulimit -a shows the limits; with more of it, try again")
+
+
+def failed(exc: BaseException, number: int) -> Json:
+    """The result of a container for which there is no report. Raises again what is a bug."""
+    from hostd.wire import error_dict
+
+    return error_dict(exc if isinstance(exc, PgrError) else exhausted(exc), number)
+
+
 def print_json(value: Json) -> None:
     import json
 

@@ -90,8 +90,10 @@ def _heads(records: Iterable[Record]) -> Iterator[Record]:
 
 def find(source: Source, wanted: str) -> str:
     """The id of the release that `wanted` names. Raises UsageError when it names none, or several."""
-    if len(wanted) == FULL_ID:
-        return wanted.lower()
+    prefix = wanted.lower()
+    is_id = bool(prefix) and set(prefix) <= set("0123456789abcdef-")
+    if is_id and len(wanted) == FULL_ID:
+        return prefix
     vmid = parse_vmid(wanted)
     if wanted == "last" or vmid is not None:
         newest = next(iter(source.heads_newest_first(vmid)), None)
@@ -100,8 +102,7 @@ def find(source: Source, wanted: str) -> str:
         if vmid is None or len(wanted) < 4:
             whose = f" of container {vmid}" if vmid is not None else ""
             raise UsageError(f"cannot find a release{whose} in {source.name}: none is there yet", next_step=source.advice())
-    prefix = wanted.lower()
-    if not prefix or not set(prefix) <= set("0123456789abcdef-"):
+    if not is_id:
         raise UsageError(f"cannot take '{escape(wanted)}' for a release id, a container id or `last`")
     found = dict.fromkeys(
         record.get("PVE_GPU_RELEASE_ID")

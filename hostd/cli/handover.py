@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from hostd import terminal
-from hostd.cli.common import loaded, require_root
+from hostd.cli.common import failed, loaded, require_root
 from hostd.cli.release import finish, given_options, in_process, interruptible, new_release_id, options_for
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError, RefusedError
@@ -73,15 +73,13 @@ def confirm(there: OpenGpu, yes: bool) -> None:
 
 
 def _release(vmid: int, there: OpenGpu, args: argparse.Namespace, renderer: Renderer) -> Json:
-    from hostd.wire import error_dict
-
     assert there.info is not None
     given = given_options(args) | {"gpu": there.info.uuid or there.info.pci_bus_id}
     try:
         options = replace(options_for(vmid, given, args), open_nodes=True)
         return in_process(vmid, options, renderer.event, renderer.note, new_release_id())
-    except PgrError as exc:
-        return error_dict(exc, vmid)
+    except (PgrError, OSError, MemoryError) as exc:
+        return failed(exc, vmid)
 
 
 def conclusion(there: OpenGpu, verify_memory: bool) -> Json:

@@ -126,7 +126,7 @@ def _run(run: Callable[[Any], int], args: object) -> int:
     try:
         return int(run(args))
     except PgrError as exc:
-        vmids = list(getattr(args, "vmids", None) or [])
+        vmids = getattr(args, "vmids", None) or [getattr(args, "vmid", None)]
         return fail(exc, as_json=getattr(args, "json", False), vmid=vmids[0] if len(vmids) == 1 else None)
 
 
@@ -136,7 +136,8 @@ def _unknown_word(word: str, what: str, as_json: bool) -> int:
 
     step = "pve-gpu-release --help" if as_json else ""
     see = "" if as_json else " (see --help)"
-    return fail(UsageError(f"{shown(word)} {what}{apart(word) or close_to(word, VERBS)}{see}", next_step=step), as_json=as_json)
+    hint = "" if word in VERBS else apart(word) or close_to(word, VERBS)
+    return fail(UsageError(f"{shown(word)} {what}{hint}{see}", next_step=step), as_json=as_json)
 
 
 def entry() -> None:
@@ -145,9 +146,11 @@ def entry() -> None:
     argv = sys.argv[1:]
     try:
         try:
+            from hostd import inherited
             from hostd.cli import interrupt, output
 
             interrupt.install()
+            inherited.set_right()
             output.take_over()
             status = main(argv)
         except BaseException as exc:  # noqa: BLE001 - every way to end has a status
@@ -170,7 +173,12 @@ def _status_of(argv: list[str], exc: BaseException) -> int:
         return _fail_late(argv, InterruptedRelease("interrupted"))
     if isinstance(exc, SystemExit):  # argparse: --help, or wrong arguments
         return exc.code if isinstance(exc.code, int) else 2
-    from hostd.errors import PgrError
+    from hostd.errors import PgrError, is_exhausted
+
+    if is_exhausted(exc):
+        from hostd.cli.common import exhausted
+
+        return _fail_late(argv, exhausted(exc))
 
     status = _fail_late(argv, PgrError(f"internal error: {type(exc).__name__}: {exc}"))
     _log_traceback(exc)

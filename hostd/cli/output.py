@@ -70,16 +70,8 @@ class Output:
 
 
 def take_over() -> None:
-    """Puts them in the place of the interpreter's own streams. Missing ones (`>&-`) become /dev/null first, so that what
-    is opened next does not take their numbers and is written to."""
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != fd:
-                os.dup2(opened, fd)
-                os.close(opened)
+    """Puts them in the place of the interpreter's own streams, the missing ones too (`>&-`; `inherited` has put something
+    behind their numbers)."""
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)
     for fd, name in ((1, "stdout"), (2, "stderr")):

@@ -9,6 +9,7 @@ from hostd.cli import interrupt
 from hostd.cli.common import (
     add_common_options,
     add_selectors,
+    failed,
     loaded,
     named_config,
     positive_seconds,
@@ -164,10 +165,8 @@ def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Js
             except remote.DaemonLost as exc:
                 renderer.note(f"the daemon is gone ({exc}); going on without it")
         return _here(number, given, args, renderer, release_id)
-    except PgrError as exc:
-        from hostd.wire import error_dict
-
-        return error_dict(exc, number)
+    except (PgrError, OSError, MemoryError) as exc:
+        return failed(exc, number)
 
 
 def _here(number: int, given: Json, args: argparse.Namespace, renderer: Renderer, release_id: str) -> Json:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from hostd.cli import release, remote
-from hostd.cli.common import add_common_options, add_selectors, named_config, print_json, require_root, vmid
+from hostd.cli.common import add_common_options, add_selectors, failed, named_config, print_json, require_root, vmid
 from hostd.cli.render import Renderer
 from hostd.errors import PgrError, UnreadableError
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
-    from hostd.wire import error_dict, parse_options
+    from hostd.wire import parse_options
 
     given: Json = {"verify_memory": not args.no_verify_memory, "gpu": args.gpu, "pid": args.pid}
     try:
@@ -58,8 +58,8 @@ def verify_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Jso
         limits = release.configured(args.config, number).limits
         options = parse_options({**given, "dry_run": True, "trigger": "verify"}, limits)
         return release.in_process(number, options, renderer.event, renderer.note)
-    except PgrError as exc:
-        return error_dict(exc, number)
+    except (PgrError, OSError, MemoryError) as exc:
+        return failed(exc, number)
 
 
 def all_containers() -> list[int]:

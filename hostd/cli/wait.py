@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         sources.nvml.start()
         target = _target(args, sources)
         try:
-            found, waited_s = wait(target, args.timeout, cancel, teller)
+            found, waited_s = wait(target, args.timeout, cancel, teller, config.nvml.deadline_s)
         finally:
             target.close()
     finally:

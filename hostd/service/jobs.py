@@ -11,7 +11,7 @@ from hostd.service.clients import Clients
 from hostd.service.connection import PROGRESS_BOUND, Connection
 from hostd.service.limits import Limits
 from hostd.service.loop import Loop
-from hostd.service.worker import Caller, Forked, Outcome, Worker, spawn
+from hostd.service.worker import Caller, Forked, Outcome, Worker, cannot_here, spawn
 from hostd.verdicts import say
 
 
@@ -210,19 +210,14 @@ def facts_of(reason: str, detail: str) -> dict[str, object]:
 
 
 def stopping_error() -> varlink.VarlinkError:
-    return _do_it_yourself(interface.STOPPING, "stopping", "the daemon is being stopped")
+    return cannot_here("the daemon is being stopped", reason="stopping", name=interface.STOPPING)
 
 
 def lost_error(status: int) -> varlink.VarlinkError:
     how = f"was ended by signal {-status} without an answer" if status < 0 else f"left without an answer ({status})"
-    return _do_it_yourself(interface.LOST, "worker-lost", f"the worker {how}")
+    return cannot_here(f"the worker {how}", reason="worker-lost")
 
 
 def not_begun_error(exc: OSError) -> varlink.VarlinkError:
     """No process, descriptor or memory for a worker: the caller may have its own, so the work is not lost with ours."""
-    return _do_it_yourself(interface.LOST, "worker-lost", f"cannot start a worker: {exc.strerror or exc}")
-
-
-def _do_it_yourself(name: str, reason: str, message: str) -> varlink.VarlinkError:
-    step = "the same command does the work without the daemon"
-    return varlink.VarlinkError(name, {"reason": reason, "message": message, "next_step": step, "vmid": None}, message)
+    return cannot_here(f"cannot start a worker: {exc.strerror or exc}", reason="worker-lost")

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hostd.cancel import Cancel
-from hostd.errors import PgrError
+from hostd.errors import PgrError, is_exhausted
 from hostd.service import interface, varlink
 from hostd.syscalls import close_other_fds, set_pdeathsig
 
@@ -312,8 +312,17 @@ def typed(exc: BaseException) -> varlink.VarlinkError:
         return exc
     if isinstance(exc, PgrError):
         return varlink.VarlinkError(interface.error_name(exc), interface.error_parameters(exc), exc.message)
+    if is_exhausted(exc):
+        why = (isinstance(exc, OSError) and exc.strerror) or "not enough memory"
+        return cannot_here(f"the worker cannot do it: {why}", reason="worker-lost")
     traceback.print_exception(exc)
     return internal(varlink.printable(f"{type(exc).__name__}: {exc}", 500))
+
+
+def cannot_here(message: str, *, reason: str, name: str = interface.LOST) -> varlink.VarlinkError:
+    """The typed error for what the caller does itself, because the daemon cannot."""
+    step = "the same command does the work without the daemon"
+    return varlink.VarlinkError(name, {"reason": reason, "message": message, "next_step": step, "vmid": None}, message)
 
 
 def internal(detail: str) -> varlink.VarlinkError:

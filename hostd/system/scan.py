@@ -202,7 +202,11 @@ class Scanner:
         helpers = {lane.pid for lane in self._lanes}
         self._scans = (self._scans + 1) & 0xFFFFFFFF
         run = _Run(self, sorted(majors), min(self._end_s, time.monotonic() + self.budget_s))
-        run.all_jobs([pid for pid in dict.fromkeys(pids) if pid not in helpers])
+        try:
+            run.all_jobs([pid for pid in dict.fromkeys(pids) if pid not in helpers])
+        except OSError:
+            self.close()  # lanes with work of a scan that nobody goes on with
+            raise
         return run.result
 
 

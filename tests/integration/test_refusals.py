@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -129,6 +130,40 @@ def second_init(node: Node, container: Container, device: str = "/dev/null") -> 
     outer = next(p for p in procs if int(p) == running.process.outer_pid)
     (node.cgroup("system.slice/node.service") / "cgroup.procs").write_text(outer)  # the unshare that waits for it
     return running.popen
+
+
+FEW = """
+import os, resource, sys
+most = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("words", [("129", "--now"), ("verify", "129")], ids=["release", "verify"])
+def test_with_too_few_descriptors_it_could_not_look(
+    node: Node, product: Product, engine: Engine, words: tuple[str, ...]
+) -> None:
+    holder = engine()
+    for most in range(5, 20):
+        done = node.run([sys.executable, "-I", "-c", FEW, str(most), *product.command, *words, "--json"])
+        answer = json.loads(done.stdout)
+        if answer["verdict"] != "unknown":  # enough for this much
+            assert answer["reason"] in ("holders-present", "holders-survive", "released"), (most, answer, done.stderr)
+        assert not (lives(holder) and answer["verdict"] == "released")
+        holder = holder if lives(holder) else engine()
+
+
+def test_where_proc_is_of_another_pid_namespace_nothing_is_concluded(node: Node, product: Product, engine: Engine) -> None:
+    """`unshare --pid` without a /proc of its own: every number there means another process to pidfd_open and to kill."""
+    holder = engine()
+    for words in (["129"], ["verify", "129"], ["wait", "129", "--timeout", "1"]):
+        done = node.run(["unshare", "--pid", "--fork", *product.command, *words, "--json", "--no-daemon"])
+        answer = json.loads(done.stdout)
+        assert (done.returncode, answer["reason"]) == (4, "cannot-look") and "PID namespace" in answer["message"]
+    assert lives(holder)
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", *product.command, "verify", "129", "--json", "--no-daemon"]
+    assert json.loads(node.run(inside).stdout)["reason"] != "cannot-look"
 
 
 def others_python() -> str:

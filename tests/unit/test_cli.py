@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 
 from hostd.cli.common import fail, positive_seconds, seconds, status_of, vmid
-from hostd.cli.main import VERBS, main, split_verb
+from hostd.cli.main import VERBS, _run, main, split_verb
 from hostd.cli.output import Output
 from hostd.cli.parser import Parser, module_of, parse
+from hostd.cli.release import release_one
 from hostd.cli.render import Renderer, count, mib, table
 from hostd.cli.render import seconds as shown_seconds
-from hostd.errors import BusyError, ConfigError, NoSuchContainerError, PgrError, UsageError
+from hostd.cli.verify import verify_one
+from hostd.errors import BusyError, ConfigError, InterruptedRelease, NoSuchContainerError, PgrError, UsageError
 from hostd.wire import error_dict, report_dict
 from tests.product_command import ROOT, command
 
@@ -349,6 +352,45 @@ def test_tracebacks_stay_off_the_terminal() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("what", ["OSError(errno.EMFILE, 'Too many open files')", "BlockingIOError(errno.EAGAIN, 'x')",
+                                  "OSError(errno.ENOMEM, 'x')", "OSError(errno.ENFILE, 'x')", "MemoryError()"])  # fmt: skip
+def test_a_process_that_has_nothing_left_could_not_look(what: str) -> None:
+    """No descriptor, process or memory: no bug of ours, and nothing was found out."""
+    code = f"import errno, hostd.cli.main as m\ndef main(argv): raise {what}\nm.main = main; m.entry()"
+    done = subprocess.run([sys.executable, "-c", code, "129", "--json"], capture_output=True, text=True)
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["reason"], answer["verdict"]) == (4, "cannot-look", "unknown") and done.stderr == ""
+
+
+@pytest.mark.parametrize("verb", ["release", "verify"])
+def test_of_several_containers_the_one_that_could_not_be_looked_at_is_a_result_too(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def out_of(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("hostd.cli.release.in_process", out_of)
+    args = parse(verb, ["129", "--no-daemon"])
+    one = {"release": release_one, "verify": verify_one}[verb]
+    found = one(129, args, Renderer(io.StringIO(), io.StringIO()))
+    assert (found["vmid"], found["reason"], status_of(found)) == (129, "cannot-look", 4)
+
+
+def test_a_verb_of_one_container_names_it_in_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: object) -> int:
+        raise InterruptedRelease("interrupted")
+
+    assert _run(interrupted, parse("wait", ["129", "--json"])) == 130
+    assert json.loads(capsys.readouterr().out)["vmid"] == 129
+
+
+@pytest.mark.parametrize("words", [["help", "ps", "verify"], ["help", "ps", "129"]])
+def test_a_word_that_is_a_verb_is_no_typo_of_itself(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert f"'{words[2]}' is " in err and "did you mean" not in err
+
+
 SHOWN: list[list[str]] = [["-h"], ["--version"], ["help", "ps"], *([verb, "-h"] for verb in VERBS)]
 
 
@@ -406,7 +448,7 @@ def test_what_the_encoding_lacks_is_written_as_an_escape() -> None:
 
 
 def test_an_interruption_and_a_bug_are_json_for_programs() -> None:
-    for what, status, reason in (("KeyboardInterrupt", 130, "interrupted"), ("MemoryError", 1, "internal-error")):
+    for what, status, reason in (("KeyboardInterrupt", 130, "interrupted"), ("KeyError", 1, "internal-error")):
         code = f"import hostd.cli.main as m\ndef main(argv): raise {what}\nm.main = main; m.entry()"
         done = subprocess.run([sys.executable, "-c", code, "129", "--json"], capture_output=True, text=True)
         assert (done.returncode, json.loads(done.stdout)["reason"], done.stderr) == (status, reason, "")

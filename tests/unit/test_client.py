@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -87,6 +88,18 @@ def test_what_the_daemon_has_no_process_for_the_caller_does_itself(served: Serve
             it.call("Count", {"n": 2})
         resource.prlimit(served.pid, resource.RLIMIT_NOFILE, before)
         assert it.call("Count", {"n": 2})["sum"] == 2
+
+
+@pytest.mark.parametrize("what", [OSError(errno.EMFILE, "x"), BlockingIOError(errno.EAGAIN, "x"), MemoryError()], ids=repr)
+def test_what_a_worker_has_nothing_left_for_the_caller_does_itself(room: Path, what: Exception) -> None:
+    def fail(*_: object) -> dict[str, object]:
+        raise what
+
+    methods = {"Fail": server.Forked(lambda params: params.no_others(), fail)}
+    with ServerProcess(room / "s", methods) as served, client.connect(served.path) as it:
+        replies = it.call_more("Fail")
+        with pytest.raises(client.DaemonLost, match="the worker cannot do it"):
+            next(replies)
 
 
 def test_what_another_version_does_not_know_the_caller_does_itself(served: ServerProcess) -> None:

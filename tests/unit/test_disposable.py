@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -108,6 +109,24 @@ def test_standard_descriptors_that_our_caller_closed_do_no_harm(closed: str) -> 
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     assert subprocess.run(["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, root]).returncode == 0
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_helper_that_cannot_be_started_leaves_nothing_open(left: int) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/", os.O_RDONLY) for _ in range(64)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, limits[1]))
+    try:
+        for _ in range(left):
+            os.close(taken.pop())
+        with pytest.raises(OSError, match="Too many open files"):
+            Disposable(lambda request, reply: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_helper_dies_with_us() -> None:

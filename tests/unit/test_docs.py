@@ -52,7 +52,7 @@ def reasons_in_code() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Call):
                 given += [word.value for word in node.keywords if word.arg == "reason"]
                 name = node.func.id if isinstance(node.func, ast.Name) else ""
-                given += {"say": node.args[:1], "facts_of": node.args[:1], "_do_it_yourself": node.args[1:2]}.get(name, [])
+                given += {"say": node.args[:1], "facts_of": node.args[:1]}.get(name, [])
             elif isinstance(node, ast.Dict):
                 pairs = zip(node.keys, node.values, strict=True)
                 given += [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "reason"]

@@ -247,6 +247,13 @@ class TestRealJournal:
         assert [rung["step"] for rung in data["rungs"]] == ["term", "kill"]
 
 
+@pytest.mark.parametrize("wanted", ["\udcff" * 36, "g" * 36, "x", ""])
+def test_what_is_no_id_is_refused_before_anything_is_read(wanted: str) -> None:
+    """36 bytes that are no text are as long as an id; the journal cannot be asked for them."""
+    with pytest.raises(UsageError, match="cannot take"):
+        find(Source(None), wanted)
+
+
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(UsageError, match="cannot find a release"):

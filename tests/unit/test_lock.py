@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -51,6 +52,17 @@ def test_the_lock_is_exclusive_per_container_and_given_back(run_dir: str) -> Non
         assert is_held(129, run_dir) and is_held(130, run_dir) and not is_held(131, run_dir)
     other.close()
     assert not is_held(129, run_dir) and not is_held(130, run_dir)
+
+
+def test_a_limit_on_the_size_of_files_keeps_nobody_from_the_lock(run_dir: str) -> None:
+    """RLIMIT_FSIZE of whoever started us: the owner's pid is a hint and may be missing."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with acquire(129, wait=False, timeout_s=0, run_dir=run_dir):
+            assert is_held(129, run_dir) and read_owner(129, run_dir) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_looking_whether_it_is_held_makes_nothing(run_dir: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import signal
 import stat
@@ -465,6 +466,19 @@ def test_more_stuck_processes_than_the_budget_allows_cost_the_budget(frozen: Pat
                 os.kill(pid, 9)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             subprocess.run(["fsfreeze", "-f", frozen], check=True)
+
+
+def test_after_a_scan_that_no_helper_could_be_started_for_the_next_one_works(node: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with running(OPEN, node) as pid, Scanner() as scanner:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            for _ in range(2):
+                with pytest.raises(OSError, match="Too many open files"):
+                    scanner.scan([pid], VCS)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert scanner.scan([pid], VCS).open == {pid: OF_NODE}
 
 
 def test_mappings_and_descriptors_by_the_ten_thousand_cost_no_more_than_the_budget(node: str) -> None:

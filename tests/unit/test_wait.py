@@ -23,8 +23,10 @@ class Target:
     def __init__(self, *looks: Look) -> None:
         self.looks = list(looks)
         self.asked = 0
+        self.limits: list[float | None] = []
 
-    def look(self) -> Look:
+    def look(self, limit_s: float | None = None) -> Look:
+        self.limits.append(limit_s)
         self.asked += 1
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
@@ -43,16 +45,25 @@ def test_what_is_no_amount(text: str) -> None:
 def test_it_ends_with_the_first_free_look() -> None:
     target, told = Target(Look("gpu-in-use", BUSY), Look("gpu-free", BUSY)), []
     cancel = Cancel()
-    found, waited_s = wait(target, 10, cancel, lambda what, _: told.append(what))  # type: ignore[arg-type]
+    found, waited_s = wait(target, 10, cancel, lambda what, _: told.append(what), 5.0)  # type: ignore[arg-type]
     cancel.close()
     assert found.free and target.asked == 2 and waited_s < 5
     assert told == ["GPU 0 has 1 MiB of free memory, 2 MiB wanted; in use by pid 7 (x)"]
     assert result(found, 0.5, None, "0")["verdict"] == "released"
 
 
+@pytest.mark.parametrize(("timeout_s", "limit"), [(0.2, 2.0), (3.0, 3.0), (60.0, None)])
+def test_a_look_waits_for_the_driver_not_much_longer_than_the_time_that_is_left(timeout_s: float, limit: float | None) -> None:
+    target, cancel = Target(Look("gpu-free", BUSY)), Cancel()
+    wait(target, timeout_s, cancel, lambda *_: None, 5.0)  # type: ignore[arg-type]
+    cancel.close()
+    (given,) = target.limits
+    assert given == limit if limit is None else given == pytest.approx(limit, abs=0.5)
+
+
 def test_at_the_time_limit_the_last_look_counts_and_it_was_not_looked_at_all_the_time() -> None:
     target, cancel = Target(Look("gpu-in-use", BUSY)), Cancel()
-    found, waited_s = wait(target, 1.0, cancel, lambda *_: None)  # type: ignore[arg-type]
+    found, waited_s = wait(target, 1.0, cancel, lambda *_: None, 5.0)  # type: ignore[arg-type]
     cancel.close()
     assert found.reason == "gpu-in-use" and 1.0 <= waited_s < 10 and target.asked < 20
     assert result(found, waited_s, None, "0")["reason"] == "gpu-in-use"
@@ -64,8 +75,8 @@ def test_the_end_of_whoever_is_waited_for_wakes_it() -> None:
         start = int(file.read().rpartition(b")")[2].split()[19])
 
     class Ends(Target):
-        def look(self) -> Look:
-            super().look()
+        def look(self, limit_s: float | None = None) -> Look:
+            super().look(limit_s)
             if self.asked == 8 and child.stdin is not None:
                 child.stdin.close()  # the pauses are long by now
             return Look(
@@ -75,7 +86,7 @@ def test_the_end_of_whoever_is_waited_for_wakes_it() -> None:
             )
 
     target, cancel = Ends(Look("gpu-stale", BUSY)), Cancel()
-    found, _ = wait(target, 30, cancel, lambda *_: None)  # type: ignore[arg-type]
+    found, _ = wait(target, 30, cancel, lambda *_: None, 5.0)  # type: ignore[arg-type]
     cancel.close()
     child.wait()
     assert found.free
@@ -85,5 +96,5 @@ def test_a_cancelled_wait_ends_at_once() -> None:
     cancel = Cancel()
     cancel.request()
     with pytest.raises(InterruptedRelease):
-        wait(Target(Look("gpu-in-use", BUSY)), 10, cancel, lambda *_: None)  # type: ignore[arg-type]
+        wait(Target(Look("gpu-in-use", BUSY)), 10, cancel, lambda *_: None, 5.0)  # type: ignore[arg-type]
     cancel.close()
