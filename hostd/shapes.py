@@ -47,6 +47,7 @@ ANSWERS: dict[str, Shape] = {
     "Map": {"vmid": int, "ns_pid": int, "matches": [{"pid": int, "ns_pids": [int], "comm": str}]},
     "Status": {
         **_OBSERVED,
+        "first_pid_namespace?": bool,
         "daemon": {
             **{"version": str, "pid": int, "since": str, "workers": int, "config_error": str},
             "first_pid_namespace": bool,

@@ -13,6 +13,7 @@ from hostd.nodeview import NodeView, look_at_node
 from hostd.sources import open_sources
 from hostd.store import Store, was_at
 from hostd.system.nvml import Wedged, read_wedged
+from hostd.system.pidns import first_namespace
 from hostd.wire import SCHEMA, ps_dict
 
 Json = dict[str, Any]
@@ -21,7 +22,7 @@ SHOWN = 10
 
 
 def node_status(daemon: Json | None, *, nvml_deadline_s: float, run_dir: str = RUN_DIR) -> Json:
-    """The whole status; `daemon` is None when none runs. A wedged driver is not asked again."""
+    """The whole status; `daemon` is None when it is not the daemon's own look. A wedged driver is not asked again."""
     wedged = read_wedged(older_than_s=nvml_deadline_s)
     sources = open_sources(nvml_deadline_s=nvml_deadline_s, read_deadline_s=1.0)
     try:
@@ -36,6 +37,7 @@ def node_status(daemon: Json | None, *, nvml_deadline_s: float, run_dir: str = R
     return result | {
         "schema": SCHEMA,
         "daemon": daemon,
+        "first_pid_namespace": first_namespace(),
         "driver": {
             "present": view.driver_present,
             "version": view.driver_version,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "status"
 HELP = "Show the node at a glance: daemon, driver, GPUs, holders per container, the last releases."
+NOT_RUNNING = "not running: releases are done by the command line itself (systemctl start pve-gpu-hostd)"
 _VERDICT_STYLE = {"released": "green", "held": "red", "unknown": "yellow"}
 
 
@@ -35,34 +36,40 @@ def run(args: argparse.Namespace) -> int:
     named_config(args.config)
     if args.watch and not args.json and terminal.is_terminal(sys.stdout):
         return watch(args)
-    status = look(args)
+    status, why_here = look(args)
     if args.json:
         print_json(status)
     elif not args.quiet:
-        print("\n".join(lines(status, colour=terminal.wants_colour(sys.stdout))))
+        print("\n".join(lines(status, colour=terminal.wants_colour(sys.stdout), why_here=why_here)))
     return 4 if status["blind_spots"] else 0
 
 
-def look(args: argparse.Namespace) -> Json:
-    """The status by the daemon, or by this process when there is none."""
-    if remote.wanted(args):
+def look(args: argparse.Namespace) -> tuple[Json, str]:
+    """The status by the daemon, or by this process, and why by this process."""
+    why_here = NOT_RUNNING
+    if not remote.wanted(args):
+        why_here = f"not asked ({'--no-daemon' if args.no_daemon else '--config: it has its own'})"
+    else:
         try:
-            return remote.ask("Status", {})
-        except remote.DaemonUnavailable:
+            return remote.ask("Status", {}), ""
+        except remote.DaemonLost as exc:
+            why_here = f"gives no answer ({exc}); this is what the command line sees itself"
+        except remote.DaemonAbsent:
             pass
     from hostd.status import node_status
 
     config = named_config(args.config)
-    return node_status(None, nvml_deadline_s=config.nvml.deadline_s if config else 5.0)
+    return node_status(None, nvml_deadline_s=config.nvml.deadline_s if config else 5.0), why_here
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
 
 
-def lines(status: Json, *, colour: bool) -> list[str]:
-    """The whole status as escaped lines."""
+def lines(status: Json, *, colour: bool, why_here: str = NOT_RUNNING) -> list[str]:
+    """The whole status as escaped lines; `why_here`: what is said of the daemon where it was not its look."""
     return [
-        *_daemon(status["daemon"]),
+        *_daemon(status["daemon"], why_here),
+        *_namespace(status),
         *_driver(status["driver"]),
         *_gpus(status, colour),
         *_troubles(status, colour),
@@ -75,17 +82,22 @@ def lines(status: Json, *, colour: bool) -> list[str]:
     ]
 
 
-def _daemon(daemon: Json | None) -> list[str]:
+def _daemon(daemon: Json | None, why_here: str) -> list[str]:
     if daemon is None:
-        return ["daemon   not running: releases are done by the command line itself (systemctl start pve-gpu-hostd)"]
+        return [f"daemon   {terminal.escape(why_here)}"]
     busy = f", {count(daemon['workers'], 'request')} at work" if daemon["workers"] else ""
     found = [f"daemon   pve-gpu-hostd {daemon['version']}, pid {daemon['pid']}, since {daemon['since']}{busy}"]
     if daemon["config_error"]:
         good = "" if "built-in defaults" in daemon["config_error"] else ", the last good one is in force"
         found.append(f"         configuration broken{good}: {terminal.escape(daemon['config_error'])}")
-    if not daemon["first_pid_namespace"]:
-        found.append("         not in the machine's first PID namespace: the driver's lists may be shortened here")
     return found
+
+
+def _namespace(status: Json) -> list[str]:
+    first = status.get("first_pid_namespace")
+    if first is None:  # an older daemon says it of itself alone
+        first = status["daemon"]["first_pid_namespace"] if status["daemon"] else True
+    return [] if first else ["node     not the machine's first PID namespace: the driver's lists may be shortened here"]
 
 
 def _driver(driver: Json) -> list[str]:
@@ -193,7 +205,7 @@ def watch(args: argparse.Namespace) -> int:
         if keys is not None:
             tty.setcbreak(keys)
         while True:
-            draw(look(args), args.interval)
+            draw(*look(args), args.interval)
             if output.lost():
                 return 0
             ready = select.select([keys] if keys is not None else [], [], [], max(0.2, args.interval))[0]
@@ -210,14 +222,14 @@ def watch(args: argparse.Namespace) -> int:
             termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
-def draw(status: Json, interval_s: float) -> None:
+def draw(status: Json, why_here: str, interval_s: float) -> None:
     try:
         columns, rows = os.get_terminal_size(sys.stdout.fileno())
     except OSError:  # it went away
         columns, rows = 0, 0
     columns, rows = columns or 80, rows or 24  # a serial console does not know its size
     head = f"pve-gpu-release status  {time.strftime('%H:%M:%S')}  every {interval_s:g} s, q ends it"
-    shown = [terminal.shorten(head, columns), "", *lines(status, colour=False)]
+    shown = [terminal.shorten(head, columns), "", *lines(status, colour=False, why_here=why_here)]
     body = "\r\n".join(terminal.shorten(line, columns) + "\x1b[K" for line in shown[: rows - 1])
     sys.stdout.write(f"\x1b[H{body}\x1b[J")
     sys.stdout.flush()

@@ -358,6 +358,8 @@ method Map(vmid: int, pid: int) -> (
 # Daemon, driver, GPUs, holders per container, releases in flight and the last ones.
 method Status() -> (
   schema: int,
+  # False: not looked at from the machine's first PID namespace, where alone the driver's lists are sure to be whole
+  first_pid_namespace: bool,
   daemon: DaemonStatus,
   driver: DriverStatus,
   gpus: []SeenGpu,

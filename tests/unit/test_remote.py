@@ -71,6 +71,7 @@ GOOD: dict[str, Any] = {
 OBSERVED = {"schema": 1, "holders": [SEEN], "gpus": [SEEN_GPU], "blind_spots": [SPOT]}
 STATUS = {
     **OBSERVED,
+    "first_pid_namespace": True,
     "daemon": {
         **{"version": "1", "pid": 2, "since": "now", "first_pid_namespace": True, "config": "", "config_error": ""},
         **dict.fromkeys(("connections", "workers", "queued", "refused", "driver_hangs"), 0),

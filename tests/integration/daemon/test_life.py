@@ -107,6 +107,20 @@ def test_a_stop_in_the_middle_is_quick_and_said(daemon: Daemon, product: Product
     assert "REASON=interrupted" in daemon.stderr() and "daemon-stopped" in daemon.stderr()
 
 
+def test_status_says_who_looked_and_from_where(idle_daemon: Daemon, product: Product) -> None:
+    """The node of the tests is a PID namespace of its own, with a daemon and without it."""
+    namespace = "not the machine's first PID namespace"
+    alone = product.run("status").out
+    assert "daemon   not running" in alone and namespace in alone
+    assert product.ask("status").json["first_pid_namespace"] is False
+    daemon = idle_daemon.start()
+    beside = product.run("status", "--no-daemon").out
+    assert "daemon   not asked (--no-daemon)" in beside and "not running" not in beside and namespace in beside
+    asked = product.run("status").out
+    assert f"pid {daemon.status()['daemon']['pid']}" in asked and asked.count(namespace) == 1
+    assert product.ask("status").json["first_pid_namespace"] is False
+
+
 def test_what_it_has_no_process_for_is_done_without_it(daemon: Daemon, product: Product, container: Container) -> None:
     """Descriptors stand for all that a fork needs: one is left, for the connection."""
     daemon.settle()
