@@ -53,6 +53,8 @@ def fill(climb: Climb, last: Observation) -> None:
     for ref, holder in everyone.items():
         one = HolderReport(holder, _fate(climb, ref, alive, stuck), stuck.get(ref))
         report.holders.append(one)
+        if one.fate in (Fate.SURVIVED, Fate.UNKILLABLE):
+            report.details += _traced(climb, holder)
         climb.listener.fate(report, one)
     report.gpus += [
         _gpu_report(climb.first.gpu(gpu.info.minor), gpu, [h for h in last.foreign if gpu.info.minor in h.gpus])
@@ -60,6 +62,20 @@ def fill(climb: Climb, last: Observation) -> None:
         if gpu.info.minor in climb.minors | climb.own_minors()
     ]
     report.blind_spots = list(last.blind_spots)
+
+
+def _traced(climb: Climb, holder: Holder) -> list[str]:
+    """Who holds a survivor back by tracing it: the one thing that helps then."""
+    procfs = climb.sources.procfs
+    try:
+        pid = procfs.tracer(holder.process.pid)
+        tracer = procfs.read_process(pid) if pid else None
+    except OSError:
+        return []
+    if tracer is None:
+        return []
+    who = f"pid {holder.process.pid} ({holder.process.comm})"
+    return [f"{who} is traced by pid {pid} ({tracer.comm}): it cannot end before that one lets it go or ends itself"]
 
 
 def _gpu_report(before: GpuState | None, after: GpuState, others: list[Holder]) -> GpuReport:

@@ -69,6 +69,13 @@ def parse_stat(text: bytes) -> StatFields:
     )
 
 
+def parse_tracer(text: bytes) -> int:
+    """TracerPid of /proc/PID/status; 0: nobody."""
+    _, _, rest = text.partition(b"\nTracerPid:")
+    number = rest.partition(b"\n")[0].strip()
+    return int(number) if number.isdigit() else 0
+
+
 def parse_status(text: bytes) -> StatusFields:
     """Parse `/proc/PID/status`. ValueError when `Uid:` is missing.
 
@@ -222,6 +229,28 @@ class Procfs:
         finally:
             os.close(fd)
         return self.is_dying(pid)
+
+    def tracer(self, pid: int) -> int:
+        """Pid of whoever traces one of its tasks (ptrace(2)): a debugger can hold what was killed back from its end
+        (PTRACE_O_TRACEEXIT). 0: nobody, or it is gone."""
+        for tid in self.threads(pid)[:_MAX_STUCK_TASKS]:
+            try:
+                fd = os.open(f"{self.root}/{pid}/task/{tid}/status", _READ)
+            except OSError as exc:
+                if is_gone(exc):
+                    continue
+                raise
+            try:
+                tracer = parse_tracer(os.read(fd, 8192))
+            except OSError as exc:
+                if not is_gone(exc):
+                    raise
+                tracer = 0
+            finally:
+                os.close(fd)
+            if tracer:
+                return tracer
+        return 0
 
     def read_stuck(self, pid: int, deadline_s: float = 0.5) -> list[Stuck]:
         """Why a process does not die: one entry per live task (at most 64), those in D state first; empty when gone.

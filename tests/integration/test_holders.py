@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -379,6 +381,32 @@ def test_a_process_that_lets_go_of_the_gpu_and_lives_has_not_exited(
     answer = product.release(129, "--grace", "1").must_be("released")
     assert answer.steps() == ["term"], "it had let go: a KILL would hit somebody who holds nothing"
     assert running.process.alive() and answer.fates() == {running.pid: "survived"}
+
+
+TRACER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+assert libc.ptrace(0x4206, int(sys.argv[1]), None, 0x40) == 0  # PTRACE_SEIZE with PTRACE_O_TRACEEXIT
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_holds_a_killed_one_back_by_tracing_it_is_named(
+    node: Node, product: Product, container: Container, engine: Engine
+) -> None:
+    holder = engine()
+    words = [sys.executable, "-I", "-c", TRACER, str(holder.main.ns_pid)]
+    tracer = container.popen(words, stdin=subprocess.PIPE)
+    assert tracer.popen.stdout is not None and tracer.popen.stdout.readline() == "ready\n"
+    answer = product.release(129, "--now").must_be("holders-survive")
+    (detail,) = answer.json["details"]
+    assert f"pid {holder.pid} (" in detail and f"is traced by pid {tracer.pid} (" in detail
+    assert answer.fates() == {holder.pid: "survived"}
+    tracer.process.kill()
+    holder.wait_gone()
+    product.release(129).must_be("nothing-held")
 
 
 def wait_for_state(process: Process, state: str) -> None:

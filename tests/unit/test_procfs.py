@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hostd.model import ProcessRef
 from hostd.system import procfs
-from hostd.system.procfs import Procfs, parse_cgroup, parse_stat, parse_status
+from hostd.system.procfs import Procfs, parse_cgroup, parse_stat, parse_status, parse_tracer
 
 
 @contextmanager
@@ -211,3 +211,11 @@ def test_a_tree_of_text_serves_as_proc(tmp_path: Path) -> None:
     assert process is not None
     assert (process.comm, process.ns_pids, process.start_time) == ("x (y) z", (40, 2), 12345)
     assert process.pidns == 0
+
+
+@pytest.mark.parametrize(("text", "pid"), [
+    (b"Name:\tx\nPid:\t7\nTracerPid:\t4711\nUid:\t0\n", 4711), (b"Name:\tx\nTracerPid:\t0\n", 0), (b"", 0),
+    (b"Name:\tTracerPid:\t9\nTracerPid:\t0\n", 0), (b"Name:\tx\nTracerPid:", 0),
+])
+def test_the_tracer_is_read(text: bytes, pid: int) -> None:
+    assert parse_tracer(text) == pid
