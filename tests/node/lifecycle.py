@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.embedded.process import Holder
+from tests.embedded.process import Holder, Process
 from tests.node import build
-from tests.node.node import Container, NodeError, NodeProcess, VirtualNode
+from tests.node.node import Container, FrozenFileSystem, NodeError, NodeProcess, VirtualNode
 from tests.node.standin import GpuHolder
 
 SNIPPET = "local:snippets/pve-gpu-release"
@@ -131,18 +131,18 @@ class World:
         self.holders.append(holder)
         return holder
 
-    def squat(self, cgroup: str) -> GpuHolder:
+    def squat(self, cgroup: str, mib: int = 512) -> GpuHolder:
         """A process of the host that somebody put into a cgroup of 129, and that holds both GPUs."""
+        alloc = (f"50:{mib}:compute", "51:256:compute")
         holder = self.node.hold(
-            Holder(argv=("agent",), comm="agent", open=NODES, alloc=("50:512:compute", "51:256:compute"), ignore_term=True),
-            cgroup=cgroup,
+            Holder(argv=("agent",), comm="agent", open=NODES, alloc=alloc, ignore_term=True), cgroup=cgroup
         )
         self.holders.append(holder)
         return holder
 
-    def init(self, word: str) -> None:
+    def init(self, word: str, ct: Container | None = None) -> None:
         """`reboot` or `poweroff` from inside."""
-        self.ct.attach(["/opt/standin/tiny-init", word], check=False)
+        (ct or self.ct).attach(["/opt/standin/tiny-init", word], check=False)
 
     # ---- after -------------------------------------------------------------------------------------------------------
 
@@ -231,6 +231,30 @@ class World:
     def kill(self, pid: int) -> None:
         """SIGKILL by the node's own kill."""
         self.node.run(["kill", "-9", pid])
+
+
+@contextmanager
+def stuck_holder(world: World) -> Iterator[tuple[FrozenFileSystem, GpuHolder]]:
+    """A job of 129 on both GPUs that waits in D state for a frozen file system, until that is thawed."""
+    with world.node.frozen() as frozen:
+        extra = "lxc.mount.entry: /frozen frozen none bind,create=dir\n"
+        world.node.write(world.ct.config_path, world.ct.config + extra, 0o640)
+        world.begin(holding=False)
+        holder = world.hold(children=0, touch="/frozen/x")
+        frozen.freeze()
+        holder.trigger()
+        holder.main.wait_stuck()
+        world.cursor = world.node.cursor()
+        yield frozen, holder
+
+
+def waits_in(process: Process) -> str:
+    """Where a process in D state sleeps, by this machine's own look."""
+    return next(
+        (task / "wchan").read_text()
+        for task in (process.proc / "task").iterdir()
+        if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"
+    )
 
 
 def busy(container: Container) -> NodeProcess:

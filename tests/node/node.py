@@ -700,9 +700,8 @@ class Container:
         self.attach(["sh", "-c", asked], timeout=timeout)
 
     def wait_ready(self) -> None:
-        """Until the tiny init obeys signals: one that comes earlier is lost on a pid 1 (it keeps them blocked then)."""
-        bit = 1 << (signal.SIGPWR - 1)
-        self.node.wait_until(lambda: self.init_pid and blocked_signals(self.host_init_pid) & bit, "the tiny init", 60)
+        """Until the tiny init waits for signals: one that comes earlier is lost on a pid 1."""
+        self.node.wait_until(lambda: self.init_pid and waits_as(self.host_init_pid, "tiny-init"), "the tiny init", 60)
 
     def hold(
         self,
@@ -781,12 +780,12 @@ def ns_pids(host_pid: int) -> list[int]:
     return [int(pid) for pid in match.group(1).split()] if match else [host_pid]
 
 
-def blocked_signals(host_pid: int) -> int:
-    """SigBlk of /proc/PID/status; 0 when the process is gone."""
+def waits_as(host_pid: int, comm: str) -> bool:
+    """Whether a process has that name and sleeps (stat of proc(5)); False when it is gone."""
     with contextlib.suppress(OSError):
-        match = re.search(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{host_pid}/status").read_text(), re.M)
-        return int(match[1], 16) if match else 0
-    return 0
+        name, _, rest = Path(f"/proc/{host_pid}/stat").read_text().partition("(")[2].rpartition(")")
+        return name == comm and rest.split()[0] == "S"
+    return False
 
 
 def descendants(host_pid: int) -> list[int]:
