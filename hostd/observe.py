@@ -61,10 +61,6 @@ class Observer:
     ) -> Observation:
         """One complete look; with `nvml=False` without the driver. `nvml_deadline_s`: instead of the configured one.
         `budget_s`: for reading what processes have open; what is not reached then is a blind spot."""
-        with self.sources.scanner.within(budget_s):
-            return self._look(nvml, nvml_deadline_s)
-
-    def _look(self, nvml: bool, nvml_deadline_s: float | None) -> Observation:
         at_s = time.monotonic()
         blind: list[BlindSpot] = []
         driver = read_driver(blind)
@@ -72,21 +68,8 @@ class Observer:
             self.sources.nvml.send_snapshot_request(deadline_s=nvml_deadline_s)
         members = self.view.members()
         snapshot = self._snapshot(nvml, driver)
-        foreign = self._live_foreign(snapshot, members, blind)
-        self._named = tuple(g.info for g in snapshot.gpus) or self._named
-        gpus = known_gpus(self._named, blind)
-        scan = self._scan(members, frozenset(driver.by_major))
-        facts = Facts(driver, snapshot, gpus, dict(scan.open), dict(scan.cmdlines), members, foreign)
-        facts.blind_spots = [*self._blind_spots, *blind, *members.blind_spots, *scan.blind_spots]
-        if nvml and driver.present:
-            facts.blind_spots += [*snapshot.blind_spots, *_implausible(snapshot)]
-        self._scan_foreign(facts)
-        facts.dying = self._dying(facts)
-        self._heirs.note_mounts(pid for pid in members.processes if facts.open_nodes.get(pid))
-        self._heirs.find(facts)
-        if _without_heir(facts):
-            self._look_again(facts)
-        facts.placed = self._placed
+        with self.sources.scanner.within(budget_s):  # from here on: the driver may have taken its own time
+            facts = self._facts(driver, snapshot, members, blind, nvml and driver.present)
         observation = join(self.vmid, at_s, facts, self._own_seen)
         self._own_seen.update(h.process.pid for h in observation.holders)
         for gpu in observation.gpus:
@@ -96,6 +79,27 @@ class Observer:
             listed = listed_pids(facts)
             self._placed |= {h.ref: h.gpus for h in observation.holders if h.process.pid in listed or h.inherited_from}
         return replace(observation, nvml_asked=nvml)
+
+    def _facts(
+        self, driver: DriverNumbers, snapshot: NvmlSnapshot, members: Members, blind: list[BlindSpot], asked: bool
+    ) -> Facts:
+        """What the processes have open, and who may keep the memory of dead openers. `asked`: the driver was."""
+        foreign = self._live_foreign(snapshot, members, blind)
+        self._named = tuple(g.info for g in snapshot.gpus) or self._named
+        gpus = known_gpus(self._named, blind)
+        scan = self._scan(members, frozenset(driver.by_major))
+        facts = Facts(driver, snapshot, gpus, dict(scan.open), dict(scan.cmdlines), members, foreign)
+        facts.blind_spots = [*self._blind_spots, *blind, *members.blind_spots, *scan.blind_spots]
+        if asked:
+            facts.blind_spots += [*snapshot.blind_spots, *_implausible(snapshot)]
+        self._scan_foreign(facts)
+        facts.dying = self._dying(facts)
+        self._heirs.note_mounts(pid for pid in members.processes if facts.open_nodes.get(pid))
+        self._heirs.find(facts)
+        if _without_heir(facts):
+            self._look_again(facts)
+        facts.placed = self._placed
+        return facts
 
     def _scan(self, members: Members, majors: frozenset[int]) -> ScanResult:
         """Who has what open. A look is no snapshot: a holder may end before its descriptors are read, with a successor

@@ -8,6 +8,7 @@ __set_name__`, Python 3.11), or that was left before anybody could catch it. Whi
 from __future__ import annotations
 
 import signal
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ came = False
 def install(*signals: int) -> None:
     for number in signals or (signal.SIGINT,):
         signal.signal(number, interrupt)
+    sys.unraisablehook = _unraisable
+
+
+def _unraisable(fault: sys.UnraisableHookArgs) -> None:
+    """One that comes in a callback of the interpreter's (a weak reference's, at an import) is raised to nobody: the mark
+    says that it came, and there is nothing to be told of it."""
+    if not issubclass(fault.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(fault)
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +44,21 @@ def test_a_signal_after_the_end_finds_the_handler_of_before() -> None:
         os.close(writer)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interruption_in_a_callback_of_the_interpreter_is_noted_and_prints_nothing() -> None:
+    """As one during an import, in the callback of its lock's weak reference: it is raised to nobody."""
+    code = (
+        "import signal, sys, weakref\n"
+        f"sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n"
+        "from hostd.cli import interrupt\n"
+        "interrupt.install()\n"
+        "class Lock: pass\n"
+        "lock = Lock()\n"
+        "watch = weakref.ref(lock, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "del lock\n"
+        "print(interrupt.came)\n"
+        "bad = weakref.ref(Lock(), lambda _: 1 / 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n" and "KeyboardInterrupt" not in done.stderr and "ZeroDivisionError" in done.stderr
