@@ -17,12 +17,32 @@ if TYPE_CHECKING:
     from hostd.errors import InterruptedRelease
 
 came = False
+held = False
+"""A release has begun, and what it has come to is to be told."""
 
 
 def install(*signals: int) -> None:
+    global held
+    held = False
     for number in signals or (signal.SIGINT,):
         signal.signal(number, interrupt)
     sys.unraisablehook = _unraisable
+
+
+def hold(*signals: int) -> None:
+    """From here on one is only noted: raised between a report and whoever prints it, it would cost the report. A second
+    one is raised."""
+    global held
+    held = True
+    for number in signals:
+        signal.signal(number, _note)
+
+
+def _note(signum: int, frame: FrameType | None) -> None:
+    global came
+    if came:
+        raise KeyboardInterrupt
+    came = True
 
 
 def _unraisable(fault: sys.UnraisableHookArgs) -> None:

@@ -147,7 +147,8 @@ def interruptible(release: Callable[..., Json], number: int, *rest: object) -> J
             raise
     from hostd.wire import error_dict
 
-    return error_dict(interrupt.error(number, "nothing had been signalled"), number)
+    later = f"not waited for its end; pve-gpu-release log {number} tells what was done"
+    return error_dict(interrupt.error(number, later if interrupt.held else "nothing had been signalled"), number)
 
 
 def release_one(number: int, args: argparse.Namespace, renderer: Renderer) -> Json:
@@ -225,7 +226,10 @@ def in_process(
     from hostd.wire import error_dict
 
     cancel = Cancel()
+    interrupt.hold(signal.SIGINT, signal.SIGTERM)
     cancel.install(signal.SIGINT, signal.SIGTERM)
+    if interrupt.came:
+        cancel.requested = True
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost terminal must not stop a release in the middle
     sources = open_sources(
         nvml_deadline_s=options.limits.nvml_deadline_s, read_deadline_s=options.limits.read_deadline_s, nvml=nvml

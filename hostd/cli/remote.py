@@ -53,6 +53,7 @@ def release(
             interrupt.came = True
             daemon.cancel()
 
+        interrupt.hold(signal.SIGINT, signal.SIGTERM)
         previous = {n: signal.signal(n, cancel) for n in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
