@@ -91,6 +91,7 @@ def watchdog_report(ctx: Context, message: str, holders: Sequence[HolderReport] 
         ("HOLDER_COMM", [report.holder.process.comm for report in holders]),
         ("STUCK_TID", [task.tid for task in stuck]),
         ("STUCK_WCHAN", [task.wchan for task in stuck]),
+        ("STUCK_SINCE", [task.since for task in stuck]),
         ("NEXT_STEP", next_step),
     )
 
