@@ -7,7 +7,10 @@ message (DESIGN 12). Standard library only, nothing heavy: the release path impo
 from __future__ import annotations
 
 import os
-from typing import TextIO
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TextIO
 
 BLANK_LETTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 """Characters that Unicode calls letters or marks (so `str.isprintable` lets them pass) and that show nothing."""

@@ -7,7 +7,7 @@ __set_name__`, Python 3.11), or that was left before anybody could catch it. Whi
 
 from __future__ import annotations
 
-import signal
+import _signal as signal  # type: ignore[import-not-found, unused-ignore]  # `signal` brings `enum` with it
 import sys
 
 TYPE_CHECKING = False

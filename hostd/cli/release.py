@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal as signal  # type: ignore[import-not-found, unused-ignore]  # `signal` brings `enum` with it
 import sys
 
 from hostd.cli import interrupt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal as signal  # type: ignore[import-not-found, unused-ignore]  # `signal` brings `enum` with it
 
 from hostd.cli import interrupt
 from hostd.service.client import Connection, DaemonAbsent, DaemonLost, DaemonUnavailable, connect
