@@ -57,7 +57,7 @@ class Daemon:
             on_started=lambda worker: self._say_status(),
             on_finished=self._on_finished,
             log=lambda text: self._log.say(audit.internal_error("daemon", text)),
-            is_stale=lambda: self._socket_passed and self._is_stale(),
+            is_stale=self._is_stale,
         )
         self.driver = DriverWatch(self.server, self._log.say, lambda: self.config.nvml.deadline_s)
         self.recovery = Recovery(self.server, self._log.say)
@@ -77,7 +77,7 @@ class Daemon:
         self.driver.look()
         self._notify("READY=1", f"STATUS={self._status()}")
         self.server.run()
-        stale = self._socket_passed and self._is_stale()
+        stale = self._is_stale()
         self._log.say(audit.daemon_stopped("the driver has other device numbers than at its start" if stale else "asked to"))
         self._log.close()
         return AGAIN if stale else 0
@@ -124,8 +124,8 @@ class Daemon:
 
     def _is_stale(self) -> bool:
         """systemd resolves DeviceAllow=char-nvidia… when it starts us (systemd.resource-control(5)): a driver that was
-        loaded since, or again, has device nodes that our children cannot open."""
-        return _device_numbers() != self._numbers
+        loaded since, or again, has device nodes that our children cannot open. By hand there is no such filter."""
+        return self._socket_passed and _device_numbers() != self._numbers
 
     def _on_finished(self, worker: Worker, outcome: Outcome) -> None:
         self._say_status()

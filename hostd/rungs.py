@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hostd.climb import Climb
@@ -109,7 +109,8 @@ class Rungs:
                 continue
             if (service := protected_service(process.cgroup)) and self._is_on_top(process):
                 text = f"pid {process.pid} ({process.comm}) starts the job again; left alone, {service} serves more than this job"
-                climb.report.details += [text] if text not in climb.report.details else []
+                if text not in climb.report.details:
+                    climb.report.details.append(text)
                 continue
             try:
                 pin = Pinned.pin(process.ref, climb.recheck)
@@ -167,14 +168,15 @@ class Rungs:
         """Pin, check, act: a target whose identity or owner has changed since the look is left alone."""
         reached = Reached()
         room = spare_descriptors()
-        pinned = [(pin, holder) for holder in targets[:room] if (pin := self._pin(holder, record)) is not None]
+        recheck = self._climb.recheck
+        pinned = [(pin, h) for h in targets[:room] if (pin := self._pin(h.ref, record, recheck)) is not None]
         for pin, holder in pinned:
             if self._act(rung, pin, holder, record):
                 reached.pins.append(pin)
             else:
                 pin.close()
         for holder in targets[room:]:
-            pin = self._pin(holder, record)
+            pin = self._pin(holder.ref, record, recheck)
             if pin is not None:
                 with pin:
                     if self._act(rung, pin, holder, record):
@@ -213,12 +215,12 @@ class Rungs:
             record.note = f"cannot signal pid {pin.ref.pid}: {exc.strerror or exc}"
             return False
 
-    def _pin(self, holder: Holder, record: RungRecord) -> Pinned | None:
-        """None: it is gone, or its pid is another's, or the container's no more; or it cannot be held (noted)."""
+    def _pin(self, ref: ProcessRef, record: RungRecord, recheck: Callable[[int], ProcessRef | None]) -> Pinned | None:
+        """None: it is gone, or its pid is another's, or `recheck` says no more; or it cannot be held (noted)."""
         try:
-            pin = Pinned.pin(holder.ref, self._climb.recheck)
+            pin = Pinned.pin(ref, recheck)
         except OSError as exc:
-            record.note = f"cannot hold pid {holder.process.pid}: {exc.strerror or exc}"
+            record.note = f"cannot hold pid {ref.pid}: {exc.strerror or exc}"
             return None
         if pin is None:
             record.gone += 1
@@ -253,18 +255,8 @@ class Rungs:
         """Takes as many of the rest as can be held. They have been signalled: only who they are is asked."""
         room = spare_descriptors()
         now, reached.rest = reached.rest[:room], reached.rest[room:]
-        pins = []
-        for ref in now:
-            try:
-                pin = Pinned.pin(ref, self._climb.sources.procfs.read_ref)
-            except OSError as exc:
-                record.note = f"cannot hold pid {ref.pid}: {exc.strerror or exc}"
-                continue
-            if pin is None:
-                record.gone += 1
-            else:
-                pins.append(pin)
-        return pins
+        read_ref = self._climb.sources.procfs.read_ref
+        return [pin for ref in now if (pin := self._pin(ref, record, read_ref)) is not None]
 
     def _patience(self, rung: Rung) -> Patience:
         climb = self._climb

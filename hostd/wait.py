@@ -16,7 +16,7 @@ from typing import Any
 
 from hostd.cancel import Cancel
 from hostd.case import Case, Judgement, Selection
-from hostd.climb import Subject
+from hostd.climb import LAST_LOOK_S, Subject
 from hostd.judge import judge
 from hostd.model import GpuInfo, Holder, NvmlGpu, NvmlSnapshot, ProcessRef, Verdict
 from hostd.observe import Observer
@@ -31,8 +31,6 @@ Json = dict[str, Any]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two looks; an exit of somebody who is waited for wakes at once."""
 TOLERANCE_MIB = 16
-LEAST_LOOK_S = 2.0
-"""The last look gets so long, however little is left of the limit."""
 
 
 @dataclass(slots=True)
@@ -193,7 +191,7 @@ def wait(
     pause_s, told_s, before = FIRST_PAUSE_S, -1.0, ""
     while True:
         cancel.check()
-        left_s = max(LEAST_LOOK_S, end_s - time.monotonic())
+        left_s = max(LAST_LOOK_S, end_s - time.monotonic())
         found = target.look(left_s if left_s < nvml_deadline_s else None)
         now_s = time.monotonic()
         if found.free or now_s >= end_s:

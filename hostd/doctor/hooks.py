@@ -192,7 +192,7 @@ def check_unit(name: str, unit: UnitFile, dropins: list[UnitFile]) -> Results:
         shown = ", ".join(dropin.path for dropin in dropins) or "none"
         yield found("dropin-missing", f"no {DROPIN}; drop-ins of {name}: {shown}", unit=name)
     elif ours.masked:
-        mend = Shell(REINSTALLED if mends.shipped(ours.path) else f"rm {word(ours.path)} && {mends.RELOAD}")
+        mend = _shipped_again(ours.path)
         yield found("dropin-masked", f"{ours.path} is empty or a link to /dev/null", unit=name, mend=mend)
     else:
         yield from _effect(name, ours, dropins)
@@ -203,6 +203,11 @@ def check_unit(name: str, unit: UnitFile, dropins: list[UnitFile]) -> Results:
         if changed:
             why = f"{dropin.path} sets {', '.join(f'{key}=' for key in changed)}"
             yield found("container-unit-overridden", why, unit=name, why=why, mend=mends.put_aside(dropin.path))
+
+
+def _shipped_again(path: str) -> Shell:
+    """Our own drop-in: as the package has it, or without the administrator's in its place."""
+    return Shell(REINSTALLED if mends.shipped(path) else f"rm {word(path)} && {mends.RELOAD}")
 
 
 def _as_shipped(unit: UnitFile) -> Shell:
@@ -217,7 +222,7 @@ def _effect(name: str, ours: UnitFile, dropins: list[UnitFile]) -> Results:
         calls = [a for a in ours.assignments if a.key == key and "pve-gpu-release" in a.value]
         if not calls:
             why = f"{ours.path} has no {key}= that calls pve-gpu-release"
-            mend = Shell(REINSTALLED if mends.shipped(ours.path) else f"rm {word(ours.path)} && {mends.RELOAD}")
+            mend = _shipped_again(ours.path)
             yield found("dropin-overridden", why, unit=name, why=why, mend=mend)
     after = dropins[dropins.index(ours) + 1 :]
     for dropin in after:

@@ -213,42 +213,15 @@ class Procfs:
 
     def is_ending(self, pid: int) -> bool:
         """True when a process has SIGKILL pending or is past exit(): it will go, or cannot. Gone counts as ending."""
-        try:
-            fd = os.open(f"{self.root}/{pid}/status", _READ)
-        except OSError as exc:
-            if is_gone(exc):
-                return True
-            raise
-        try:
-            if parse_status(os.read(fd, 8192)).kill_pending:
-                return True
-        except OSError as exc:
-            if is_gone(exc):
-                return True
-            raise
-        finally:
-            os.close(fd)
-        return self.is_dying(pid)
+        text = self._read(f"{pid}/status")
+        return text is None or parse_status(text).kill_pending or self.is_dying(pid)
 
     def tracer(self, pid: int) -> int:
         """Pid of whoever traces one of its tasks (ptrace(2)): a debugger can hold what was killed back from its end
         (PTRACE_O_TRACEEXIT). 0: nobody, or it is gone."""
         for tid in self.threads(pid)[:_MAX_STUCK_TASKS]:
-            try:
-                fd = os.open(f"{self.root}/{pid}/task/{tid}/status", _READ)
-            except OSError as exc:
-                if is_gone(exc):
-                    continue
-                raise
-            try:
-                tracer = parse_tracer(os.read(fd, 8192))
-            except OSError as exc:
-                if not is_gone(exc):
-                    raise
-                tracer = 0
-            finally:
-                os.close(fd)
-            if tracer:
+            text = self._read(f"{pid}/task/{tid}/status")
+            if text is not None and (tracer := parse_tracer(text)):
                 return tracer
         return 0
 
@@ -310,20 +283,21 @@ class Procfs:
         return stacks
 
     def _stat(self, path: str) -> StatFields | None:
+        text = self._read(path)
+        return None if text is None else parse_stat(text)
+
+    def _read(self, path: str) -> bytes | None:
+        """A file that one read gives whole; None when the process or task is gone."""
         try:
             fd = os.open(f"{self.root}/{path}", _READ)
+            try:
+                return os.read(fd, 8192)
+            finally:
+                os.close(fd)
         except OSError as exc:
             if is_gone(exc):
                 return None
             raise
-        try:
-            return parse_stat(os.read(fd, 4096))
-        except OSError as exc:
-            if is_gone(exc):
-                return None
-            raise
-        finally:
-            os.close(fd)
 
 
 def _pidns_inode(proc_pid_fd: int) -> int:
