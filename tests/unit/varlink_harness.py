@@ -9,6 +9,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -163,8 +164,10 @@ class Client:
 
     def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(DEADLINE_S)
+        # As the product's own client: a non-blocking connect to a full backlog fails at once on AF_UNIX, this one waits.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(DEADLINE_S), 0))
         self.sock.connect(path)
+        self.sock.settimeout(DEADLINE_S)
         self.buffer = b""
 
     def send(self, data: bytes) -> None:
